@@ -92,7 +92,8 @@ def cpu() -> Cpu:
 def cpu_has_fast_bf16(of: Cpu | None = None) -> bool:
     """Whether bf16 matmuls beat fp32 on the CPU (this one, unless given).
 
-    Measured: 2.6× faster with AMX, 10× slower with AVX2 alone. Where the flags are unknown the answer is no, which costs speed but is never that slow.
+    Measured: 2.6× faster with AMX, 10× slower with AVX2 alone. Where the flags are unknown the answer is no:
+    that may cost speed, but never that much.
     """
     flags = (of or cpu()).flags or frozenset()
     return "avx512_bf16" in flags or "amx_bf16" in flags
@@ -177,7 +178,9 @@ def _judge_verify(gpus: tuple[Gpu, ...], engine: str | None) -> Stage:
         )
         return Stage("verify", False, f"vLLM is not installed: {get}; the checkpoint can be verified on another host")
     if engine == "vllm" and not gpus:
-        return Stage("verify", False, "the CUDA vLLM is installed but torch sees no GPU: KV_CALIBRATE_ENGINE=cpu, then `make`")
+        return Stage(
+            "verify", False, "the CUDA vLLM is installed but torch sees no GPU: make doctor KV_CALIBRATE_ENGINE=cpu installs the other"
+        )
     return Stage("verify", True, f"{engine} loads the checkpoint and every scale is read back")
 
 

@@ -1,0 +1,53 @@
+# kv-calibrate: `make` lists what there is. Every target makes .venv first (docs/environment.md).
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+export PYTHON ?= python3
+
+CLI := .venv/bin/kv-calibrate
+# q: the variable's value, untouched, as one shell word. opt: --NAME VALUE when the variable is set, else nothing.
+q = '$(subst ','\'',$(value $(1)))'
+opt = $(if $(value $(2)), --$(1) $(call q,$(2)))
+need = $(if $($(1)),,$(error $(1) is not set: make $@ $(1)=$(2)))
+
+# Another engine asked for than installed: make the environment again.
+INSTALLED := $(shell cat .venv/.engine 2>/dev/null)
+ifneq ($(filter-out auto $(INSTALLED),$(KV_CALIBRATE_ENGINE)),)
+REMAKE := remake
+endif
+
+.PHONY: help remake calibrate verify inspect doctor test test-fast lint bench clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+.venv/.ready: pyproject.toml $(wildcard env/*) $(REMAKE)
+	@env/setup.sh
+
+calibrate: .venv/.ready ## calibrate [MODEL=] [DATA=] [RECIPE= OUTPUT= POLICY= GRANULARITY= ARGS=]; with neither: the embedded model and text
+	$(CLI) run$(if $(value MODEL), $(call q,MODEL))$(call opt,data,DATA)$(call opt,recipe,RECIPE)$(call opt,output,OUTPUT)$(call opt,policy,POLICY)$(call opt,granularity,GRANULARITY) $(ARGS)
+
+verify: .venv/.ready ## vLLM reads back every scale of CHECKPOINT=
+	$(call need,CHECKPOINT,FOLDER)$(CLI) verify $(call q,CHECKPOINT) $(ARGS)
+
+inspect: .venv/.ready ## scales, ranges and warnings of CHECKPOINT= (a checkpoint or a statistics file)
+	$(call need,CHECKPOINT,PATH)$(CLI) inspect $(call q,CHECKPOINT) $(ARGS)
+
+doctor: .venv/.ready ## what this machine has, and what each stage can do on it
+	$(CLI) doctor $(ARGS)
+
+test: .venv/.ready ## every test that can run here [ARGS=]
+	.venv/bin/python -m pytest $(ARGS)
+
+test-fast: .venv/.ready ## without vLLM and without downloads
+	.venv/bin/python -m pytest -m 'not vllm and not weights' $(ARGS)
+
+lint: .venv/.ready ## ruff: rules and formatting
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+
+bench: .venv/.ready ## the measurements in benchmarks/
+	@set -e; for script in benchmarks/bench_*.py; do echo "== $$script"; .venv/bin/python "$$script" $(ARGS); done
+
+clean: ## remove the environment and what tools left (calibrated checkpoints and the model cache stay)
+	rm -rf .venv .uv build dist .pytest_cache .ruff_cache .hypothesis

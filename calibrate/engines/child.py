@@ -1,0 +1,26 @@
+"""What both engine children share: read the job, write the result, never outlive the parent."""
+
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from calibrate.artefact import write_json
+
+
+def serve(work: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Run `work(job)` for the `JOB.json RESULT.json` of the command line. An exception is left to Python, whose traceback is the log."""
+    job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    if "alive_fd" in job:
+        threading.Thread(target=_follow_parent, args=(job["alive_fd"],), daemon=True).start()
+    write_json(Path(sys.argv[2]), work(job))
+
+
+def _follow_parent(alive_fd: int) -> None:
+    """The parent holds the other end of this pipe and writes nothing: a read returns only when it is gone, however it died."""
+    os.read(alive_fd, 1)
+    os.killpg(os.getpgid(0), signal.SIGKILL)

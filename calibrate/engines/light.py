@@ -1,0 +1,55 @@
+"""Many small models through vLLM's real weight loader in one child: seconds each, any CPU. For family matrices."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from calibrate.engines.compare import compare_scales
+from calibrate.engines.host import read_config, sixteen_bit, uses_cuda, vllm_distribution
+from calibrate.engines.process import run_child
+from calibrate.engines.readback import Readback
+from calibrate.engines.source import file_scales, kv_strategy
+from calibrate.engines.verify import backends
+from calibrate.errors import UsageError
+
+
+def load_scales(
+    checkpoints: Sequence[Path], *, expected: Sequence[Mapping[str, np.ndarray] | None] | None = None, timeout: float = 900
+) -> list[Readback]:
+    """Load each checkpoint with vLLM's model loader in one child process and compare its scales as `verify_checkpoint` does.
+
+    The cache dtype is 16-bit, nothing is generated. A checkpoint that vLLM refuses gets a Readback with vLLM's message in `error`.
+
+    Raises:
+        UsageError, HostError, CheckFailed: as `verify_checkpoint`; CheckFailed only when the child itself dies.
+    """
+    truths = expected or [None] * len(checkpoints)
+    if len(truths) != len(checkpoints):
+        raise UsageError(f"{len(checkpoints)} checkpoints but {len(truths)} expectations")
+    configs = [read_config(folder) for folder in checkpoints]
+    strategies = [kv_strategy(config, folder) for config, folder in zip(configs, checkpoints, strict=True)]
+    scales = [file_scales(folder) if truth is None else truth for folder, truth in zip(checkpoints, truths, strict=True)]
+    engine = vllm_distribution()
+    models = [
+        {"checkpoint": str(folder.resolve()), "dtype": sixteen_bit(config)} for folder, config in zip(checkpoints, configs, strict=True)
+    ]
+    job = {"models": models, "device": "cuda" if uses_cuda(engine) else "cpu"}
+    answers = run_child("calibrate.engines.light_child", job, timeout, {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})["models"]
+    return [_readback(engine, *item) for item in zip(models, answers, scales, strategies, strict=True)]
+
+
+def _readback(engine: str, model: dict[str, Any], answer: dict[str, Any], scales: Mapping[str, np.ndarray], strategy: str) -> Readback:
+    ranks = [answer["records"]] if not answer["error"] else []
+    return Readback(
+        checkpoint=model["checkpoint"],
+        engine=engine,
+        kv_cache_dtype=model["dtype"],
+        attention_backend=backends(ranks),
+        tensor_parallel_size=1,
+        rows=compare_scales(scales, ranks, strategy),
+        notes=("weights loaded by vLLM's model loader alone; nothing was run",),
+        seconds=answer["seconds"],
+        error=answer["error"],
+    )

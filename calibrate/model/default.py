@@ -24,7 +24,7 @@ GGUF sha256: `b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53`
 
 
 def _split_digits(tokenizer: Any) -> None:
-    # The GGUF says `tokenizer.ggml.pre = smollm`: digits stand alone before the byte-level split. The conversion drops it ("  1" would differ).
+    # The GGUF says `tokenizer.ggml.pre = smollm`: digits stand alone before the byte-level split. Without it "  1" differs.
     from tokenizers import pre_tokenizers
 
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

@@ -54,14 +54,15 @@ def hub_rows(hub: HubId, revision: str | None, split: str, seed: int) -> Iterato
 
 @contextmanager
 def _reachable(hub: HubId) -> Iterator[None]:
-    import httpx
     import pyarrow as pa
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
+    # Its base is the HTTP library's own error: httpx or httpx2, by the version of huggingface_hub.
+    transport = (HfHubHTTPError, *HfHubHTTPError.__bases__)
     try:
         yield
     except OfflineModeIsEnabled as error:
         raise UsageError(f"hub dataset {hub.name} cannot be read: HF_HUB_OFFLINE is set: unset it, or give a local file or folder") from error
-    except (HfHubHTTPError, httpx.HTTPError, OSError, ValueError, RuntimeError, pa.ArrowException) as error:
+    except (*transport, OSError, ValueError, RuntimeError, pa.ArrowException) as error:
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise UsageError(f"hub dataset {hub.name} cannot be read: {reason}: check its name and the network, or give a local file") from error

@@ -10,7 +10,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.skipif(shutil.which("make") is None or shutil.which("bash") is None, reason="needs make and bash")
-CLEAN = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "UV_", "KV_CALIBRATE_", "MAKE", "MFLAGS"))}
+SETTINGS = ("PIP_", "UV_", "KV_CALIBRATE_", "MAKE", "MFLAGS", "MODEL", "DATA", "RECIPE", "OUTPUT", "POLICY", "GRANULARITY", "CHECKPOINT", "ARGS")
+CLEAN = {name: value for name, value in os.environ.items() if not name.startswith(SETTINGS)}
 
 
 def _make(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -178,9 +178,7 @@ def _judge_verify(gpus: tuple[Gpu, ...], engine: str | None) -> Stage:
         )
         return Stage("verify", False, f"vLLM is not installed: {get}; the checkpoint can be verified on another host")
     if engine == "vllm" and not gpus:
-        return Stage(
-            "verify", False, "the CUDA vLLM is installed but torch sees no GPU: make doctor KV_CALIBRATE_ENGINE=cpu installs the other"
-        )
+        return Stage("verify", False, "the CUDA vLLM is installed but torch sees no GPU: make doctor KV_CALIBRATE_ENGINE=cpu installs the other")
     return Stage("verify", True, f"{engine} loads the checkpoint and every scale is read back")
 
 
@@ -190,9 +188,7 @@ def _judge_fp8(of: Cpu, gpus: tuple[Gpu, ...], engine: str | None) -> Stage:
         weakest = min(gpu.capability for gpu in gpus)
         if weakest >= FP8_CAPABILITY:
             return Stage(name, True, f"compute capability {weakest[0]}.{weakest[1]}")
-        return Stage(
-            name, False, f"compute capability {weakest[0]}.{weakest[1]} is below 8.9: needs Ada, Hopper or newer; scales load all the same"
-        )
+        return Stage(name, False, f"compute capability {weakest[0]}.{weakest[1]} is below 8.9: needs Ada, Hopper or newer; scales load all the same")
     if of.flags is not None and "avx512f" in of.flags:
         return Stage(name, True, "on the CPU: AVX-512 is there (head_dim must be a multiple of 32)")
     return Stage(
@@ -205,11 +201,7 @@ def _judge_fp8(of: Cpu, gpus: tuple[Gpu, ...], engine: str | None) -> Stage:
 def render(report: HostReport) -> RenderableType:
     """The report as tables for a terminal."""
     host = Table(title="Host", show_header=False, title_justify="left")
-    known = (
-        "instruction sets unknown"
-        if report.cpu.flags is None
-        else " ".join(flag for flag in CPU_FLAGS if flag in report.cpu.flags) or "baseline"
-    )
+    known = "instruction sets unknown" if report.cpu.flags is None else " ".join(flag for flag in CPU_FLAGS if flag in report.cpu.flags) or "baseline"
     host.add_row("system", report.system)
     host.add_row("cpu", f"{report.cpu.model}, {report.cores} cores ({known})")
     host.add_row("memory", _gib(report.memory_bytes))

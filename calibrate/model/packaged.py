@@ -42,9 +42,7 @@ class PackagedModel:
 
     def digest(self) -> str:
         """Changes whenever the converted checkpoint might."""
-        return sha256_bytes(
-            self.gguf_sha256.encode(), str(CONVERSION).encode(), json.dumps([self.config, self.tokenizer_config, self.card]).encode()
-        )
+        return sha256_bytes(self.gguf_sha256.encode(), str(CONVERSION).encode(), json.dumps([self.config, self.tokenizer_config, self.card]).encode())
 
 
 def checkpoint(model: PackagedModel) -> Path:
@@ -64,9 +62,7 @@ def checkpoint(model: PackagedModel) -> Path:
             if not _is_whole(model, target):  # another process may have made it while this one waited
                 _build(model, target)
     except OSError as error:
-        raise UsageError(
-            f"cannot write the model cache {models}: {error.strerror or error}; set KV_CALIBRATE_CACHE to another folder"
-        ) from error
+        raise UsageError(f"cannot write the model cache {models}: {error.strerror or error}; set KV_CALIBRATE_CACHE to another folder") from error
     return target
 
 

@@ -39,6 +39,12 @@ class _Bar:
 @contextmanager
 def meter(label: str, total: int, unit: str = "tokens", done: int = 0) -> Iterator[Meter]:
     """A progress bar for `total` units, `done` of them already finished (a resumed run's rate does not count those)."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:,}/{task.total:,}"), _Rate(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed:,}/{task.total:,}"),
+        _Rate(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=stderr, transient=not stderr.is_terminal) as progress:
         yield _Bar(progress, progress.add_task(label, total=total, completed=done, unit=unit))

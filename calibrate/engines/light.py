@@ -32,12 +32,12 @@ def load_scales(
     strategies = [kv_strategy(config, folder) for config, folder in zip(configs, checkpoints, strict=True)]
     scales = [file_scales(folder) if truth is None else truth for folder, truth in zip(checkpoints, truths, strict=True)]
     engine = vllm_distribution()
-    models = [
-        {"checkpoint": str(folder.resolve()), "dtype": sixteen_bit(config)} for folder, config in zip(checkpoints, configs, strict=True)
-    ]
+    models = [{"checkpoint": str(folder.resolve()), "dtype": sixteen_bit(config)} for folder, config in zip(checkpoints, configs, strict=True)]
     job = {"models": models, "device": "cuda" if uses_cuda(engine) else "cpu"}
-    answers = run_child("calibrate.engines.light_child", job, timeout, {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})["models"]
-    return [_readback(engine, *item) for item in zip(models, answers, scales, strategies, strict=True)]
+    result, failed = run_child("calibrate.engines.light_child", job, timeout, {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
+    if failed:
+        raise failed
+    return [_readback(engine, *item) for item in zip(models, result["models"], scales, strategies, strict=True)]
 
 
 def _readback(engine: str, model: dict[str, Any], answer: dict[str, Any], scales: Mapping[str, np.ndarray], strategy: str) -> Readback:

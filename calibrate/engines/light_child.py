@@ -4,19 +4,20 @@ import gc
 import socket
 import time
 import traceback
+from collections.abc import Iterator
 from typing import Any
 
 from calibrate.engines.child import serve
 from calibrate.engines.extension import scales_of
 
 
-def load_all(job: dict[str, Any]) -> dict[str, Any]:
-    """job: `models` (each `checkpoint`, `dtype`) and `device`. Returns for each `records`, `error` and `seconds`."""
+def load_all(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """job: `models` (each `checkpoint`, `dtype`) and `device`. Yields once, for each `records`, `error` and `seconds`."""
     import torch
 
     if job["device"] == "cpu":
         torch.accelerator.empty_cache = lambda: None  # vLLM's loader calls it; a CPU build of torch has no accelerator
-    return {"models": [_load(model, job["device"]) for model in job["models"]]}
+    yield {"models": [_load(model, job["device"]) for model in job["models"]]}
 
 
 def _load(model: dict[str, Any], device: str) -> dict[str, Any]:
@@ -25,7 +26,7 @@ def _load(model: dict[str, Any], device: str) -> dict[str, Any]:
         records, error = _records(model, device), ""
     except Exception as refusal:
         traceback.print_exc()  # into the log; the matrix goes on, this model's row carries the message
-        records, error = [], f"{type(refusal).__name__}: {refusal}"
+        records, error = [], " ".join(f"{type(refusal).__name__}: {refusal}".split())
     gc.collect()
     return {"records": records, "error": error, "seconds": round(time.monotonic() - started, 2)}
 

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import calibrate
-from calibrate.errors import CheckFailed, HostError
+from calibrate.errors import CalibrateError, CheckFailed, HostError
 
 _ERROR = re.compile(r"(?:^|\]\s|\s)((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt)): (.+)$")
 # These say only that another process, whose error stands above, has failed.
 _ECHO = re.compile(r"Engine core initialization failed|EngineCore encountered|cancelled|WorkerProc initialization failed")
+_HEADLINE = re.compile(r"\d+ validation errors? for ")
 _DEATH = re.compile(r"Worker proc \S+ died unexpectedly \(exit code: (-?\d+)\)|Fatal Python error: (.+)$")
 _GRACE_SECONDS = 5
 
@@ -24,15 +25,17 @@ class EngineRefused(CheckFailed):
     """The engine ran and would not take the checkpoint; the message quotes it and names the log."""
 
 
-def run_child(module: str, job: dict[str, Any], timeout: float, extra_env: dict[str, str] | None = None) -> dict[str, Any]:
-    """Run `python -m module JOB.json RESULT.json` and return the result it wrote.
+def run_child(
+    module: str, job: dict[str, Any], timeout: float, extra_env: dict[str, str] | None = None
+) -> tuple[dict[str, Any], CalibrateError | None]:
+    """Run `python -m module JOB.json RESULT.json` and return the last result it wrote, and how it failed after that.
 
     The temporary folder with the log is removed on success and kept, and named in the error, on failure. Ctrl-C, a timeout or any other
     exception kills the child's whole process group before it propagates; should this process die itself, the child notices and goes too.
 
     Raises:
-        EngineRefused: the child failed; quotes its decisive error.
-        HostError: it was killed for memory, died of an illegal instruction, or did not finish within `timeout` seconds.
+        EngineRefused: the child failed before any result; quotes its decisive error.
+        HostError: the same, but it was killed for memory, died of an illegal instruction, or did not finish within `timeout` seconds.
     """
     folder = Path(tempfile.mkdtemp(prefix="kv-calibrate-engine-"))
     job_file, result, log = folder / "job.json", folder / "result.json", folder / "engine.log"
@@ -43,13 +46,15 @@ def run_child(module: str, job: dict[str, Any], timeout: float, extra_env: dict[
     finally:
         os.close(alive_write)
         os.close(alive_read)
-    if code != 0 or not result.is_file():
+    if not result.is_file():
         raise failure(code, log)
     value = json.loads(result.read_text(encoding="utf-8"))
+    if code != 0:
+        return value, failure(code, log)
     for file in (job_file, result, log):
         file.unlink(missing_ok=True)
     folder.rmdir()
-    return value
+    return value, None
 
 
 def _wait(command: list[str], log: Path, env: dict[str, str], timeout: float, alive_fd: int) -> int:
@@ -106,9 +111,12 @@ def worker_signal(text: str) -> int | None:
 
 def decisive_line(text: str) -> str:
     """The first root error of a vLLM log, `Type: message`; later ones repeat it from other processes. "" when there is none."""
-    found = [match for match in map(_ERROR.search, text.splitlines()) if match and " WARNING " not in match.string]
-    for match in found:
+    lines = text.splitlines()
+    found = [(number, match) for number, match in enumerate(map(_ERROR.search, lines)) if match and " WARNING " not in match.string]
+    for number, match in found:
         if not _ECHO.search(match[2]):
-            return f"{match[1].rsplit('.', 1)[-1]}: {match[2].strip()}"
-    death = next(filter(None, map(_DEATH.search, text.splitlines())), None)
-    return death[0] if death else (found[0][0].strip() if found else "")
+            # pydantic says what is wrong on the line after its headline
+            detail = lines[number + 1].rpartition("] ")[2].strip() if _HEADLINE.match(match[2]) and number + 1 < len(lines) else ""
+            return " ".join([f"{match[1].rpartition('.')[2]}:", match[2].strip(), detail]).strip()
+    death = next(filter(None, map(_DEATH.search, lines)), None)
+    return death[0] if death else (found[0][1][0].strip() if found else "")

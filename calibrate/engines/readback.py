@@ -29,7 +29,7 @@ class LayerReadback:
 
 @dataclass(frozen=True)
 class Readback:
-    """The answer of one engine about one checkpoint. `error` is vLLM's own refusal where it would not load the checkpoint at all."""
+    """The answer of one engine about one checkpoint. `error` is vLLM's own, where it would not load or run the checkpoint."""
 
     checkpoint: str
     engine: str

@@ -1,5 +1,6 @@
 """Read-back: real vLLM loads a calibrated checkpoint and says which scales it holds; every one must equal the file's."""
 
+import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -59,16 +60,20 @@ def verify_checkpoint(
         notes += [choice.note] if choice.note else []
     note(f"starting {engine} on {checkpoint} (kv_cache_dtype {kv_cache_dtype}, {tensor_parallel_size} rank(s)); this takes about a minute")
     job = _job(checkpoint, config, tensor_parallel_size, kv_cache_dtype)
-    result = run_child("calibrate.engines.vllm_child", job, timeout, _engine_env(tensor_parallel_size, cuda))
+    result, failed = run_child("calibrate.engines.vllm_child", job, timeout, _engine_env(tensor_parallel_size, cuda))
+    rows = compare_scales(scales, result["ranks"], strategy)
+    if failed and all(row.ok for row in rows):
+        raise failed  # else the rows say why it could not run
     return Readback(
         checkpoint=str(checkpoint),
         engine=engine,
         kv_cache_dtype=kv_cache_dtype,
         attention_backend=backends(result["ranks"]),
         tensor_parallel_size=tensor_parallel_size,
-        rows=compare_scales(scales, result["ranks"], strategy),
+        rows=rows,
         notes=(*notes, *_findings(result, strategy, kv_cache_dtype)),
         seconds=round(time.monotonic() - started, 2),
+        error=str(failed or ""),
     )
 
 
@@ -97,7 +102,11 @@ def _engine_env(tensor_parallel_size: int, cuda: bool) -> dict[str, str]:
     if tensor_parallel_size == 1:
         return {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # engine and worker in the child itself: two imports of vLLM fewer
     # by itself vLLM wants one NUMA node a rank, which few hosts have
-    return {} if cuda else {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    if cuda:
+        return {}
+    # and unbound ranks would each take every core and spin there
+    threads = max(1, (os.cpu_count() or 1) // tensor_parallel_size)
+    return {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
 
 
 def backends(ranks: list[list[dict[str, Any]]]) -> str:
@@ -107,7 +116,8 @@ def backends(ranks: list[list[dict[str, Any]]]) -> str:
 
 def _findings(result: dict[str, Any], strategy: str, kv_cache_dtype: str) -> list[str]:
     records = [record for records in result["ranks"] for record in records if record["caches"]]
-    notes = [f"vLLM generated {len(result['tokens'])} tokens greedily with this cache: {result['tokens']}"]
+    tokens = result["tokens"]
+    notes = ["vLLM could not generate" if tokens is None else f"vLLM generated {len(tokens)} tokens greedily with this cache: {tokens}"]
     if result["amx"]:
         notes.append("AMX tile state was requested for vLLM's workers, which use it without asking")
     others = sorted({record["module"] for record in records if record["kv_cache_dtype"] != kv_cache_dtype})

@@ -1,5 +1,6 @@
 """The child of `verify`: starts real vLLM on a checkpoint, reads the scales back, generates tokens. `python -m … JOB.json RESULT.json`."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from calibrate.engines.child import serve
@@ -10,9 +11,9 @@ _PROMPT = (1, 5, 7, 9, 11, 13, 17, 19)
 _NEW_TOKENS = 4
 
 
-def read_back(job: dict[str, Any]) -> dict[str, Any]:
+def read_back(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """job: `checkpoint`, `kv_cache_dtype`, `dtype`, `tensor_parallel_size`, `max_model_len`, `seed`, `text_only`.
-    Returns `ranks` (records of `extension.scales_of`), `tokens` (greedy) and `vllm_version`."""
+    Yields `ranks` (records of `extension.scales_of`), `amx` and `tokens`: None at first, so that the scales are known even if running fails."""
     import vllm
 
     llm = vllm.LLM(
@@ -32,8 +33,9 @@ def read_back(job: dict[str, Any]) -> dict[str, Any]:
         **({"limit_mm_per_prompt": {"image": 0, "video": 0, "audio": 0}} if job["text_only"] else {}),
     )
     amx = llm.collective_rpc("request_amx")
-    ranks = llm.collective_rpc("kv_scales")
-    return {"vllm_version": vllm.__version__, "ranks": ranks, "amx": any(amx), "tokens": _generate(llm)}
+    loaded = {"ranks": llm.collective_rpc("kv_scales"), "amx": any(amx)}
+    yield loaded | {"tokens": None}
+    yield loaded | {"tokens": _generate(llm)}
 
 
 def _generate(llm) -> list[int]:

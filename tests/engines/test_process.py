@@ -41,20 +41,27 @@ def wait_gone(pid: int) -> bool:
 
 
 def test_result_comes_back_and_nothing_is_left(child, tmp_path):
-    assert run_child(child(SERVE + "serve(lambda job: {'twice': job['n'] * 2})"), {"n": 21}, 60) == {"twice": 42}
+    assert run_child(child(SERVE + "serve(lambda job: [{'twice': job['n'] * 2}])"), {"n": 21}, 60) == ({"twice": 42}, None)
     assert not list(tmp_path.glob("kv-calibrate-engine-*"))
 
 
 def test_insecure_serialization_is_never_inherited(child, monkeypatch):
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
-    source = SERVE + "import os\nserve(lambda job: {'set': 'VLLM_ALLOW_INSECURE_SERIALIZATION' in os.environ})"
-    assert run_child(child(source), {}, 60) == {"set": False}
+    source = SERVE + "import os\nserve(lambda job: [{'set': 'VLLM_ALLOW_INSECURE_SERIALIZATION' in os.environ}])"
+    assert run_child(child(source), {}, 60)[0] == {"set": False}
 
 
 def test_error_is_quoted_and_the_log_kept(child):
     with pytest.raises(EngineRefused, match=r"vLLM failed: ValueError: There is no module or parameter named x; its log: (.+)$") as caught:
         run_child(child("raise ValueError('There is no module or parameter named x')"), {}, 60)
     assert "Traceback" in Path(str(caught.value).rpartition("its log: ")[2]).read_text()
+
+
+def test_what_was_reported_before_a_failure_stays(child):
+    value, failed = run_child(child(SERVE + "def work(job):\n    yield {'a': 1}\n    raise RuntimeError('later')\nserve(work)"), {}, 60)
+    assert value == {"a": 1}
+    assert isinstance(failed, EngineRefused)
+    assert "RuntimeError: later" in str(failed)
 
 
 @pytest.mark.parametrize(("number", "message"), [("SIGKILL", "most likely for memory"), ("SIGILL", "an instruction")])
@@ -114,3 +121,8 @@ RuntimeError: Engine core initialization failed. See root cause above. Failed co
     assert decisive_line(log) == "ValueError: There is no module or parameter named 'x.k_scale' in Llama"
     assert decisive_line("RuntimeError: cancelled") == "RuntimeError: cancelled"
     assert decisive_line("nothing of use") == ""
+
+
+def test_pydantic_detail_is_quoted_too():
+    log = "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig\n  Value error, no such architecture"
+    assert decisive_line(log) == "ValidationError: 1 validation error for ModelConfig Value error, no such architecture"

@@ -40,7 +40,7 @@ def test_per_head_on_two_ranks(llama, tmp_path):
     assert [held[rank, "q"] for rank in (0, 1)] == [(float(q[:2].max()),), (float(q[2:].max()),)]
 
 
-def test_removed_nan_and_zero_fail_where_vllm_starts_and_says_nothing(llama, tmp_path):
+def test_removed_nan_and_zero_name_their_layers_whether_or_not_vllm_runs_them(llama, tmp_path):
     scales = scales_for("tensor")
     folder = calibrated(llama, tmp_path / "spoilt", scales, "tensor")
     spoilt = {name: value for name, value in scales.items() if "layers.0." not in name}

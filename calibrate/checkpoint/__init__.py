@@ -1,0 +1,5 @@
+"""Writes scales into a checkpoint, in the form that engines load."""
+
+from calibrate.checkpoint.write import Written, check_writable, scale_tensors, write_checkpoint
+
+__all__ = ["Written", "check_writable", "scale_tensors", "write_checkpoint"]

@@ -1,0 +1,38 @@
+"""The model card's section on the KV cache."""
+
+import re
+
+from calibrate.scales import Scales
+
+_BEGIN, _END = "<!-- kv-calibrate:begin -->", "<!-- kv-calibrate:end -->"
+_SECTION = re.compile(re.escape(_BEGIN) + ".*?" + re.escape(_END) + r"\n?", re.DOTALL)
+
+
+def with_section(card: str, scales: Scales) -> str:
+    """The card with its kv-calibrate section added at the end, or replaced where it stands; front matter and all else stay."""
+    section = f"{_BEGIN}\n{_text(scales)}{_END}\n"
+    if _SECTION.search(card):
+        return _SECTION.sub(lambda _: section, card)
+    separator = "" if not card else "\n" if card.endswith("\n") else "\n\n"
+    return card + separator + section
+
+
+def _text(scales: Scales) -> str:
+    options, counted = scales.options, scales.counted
+    corpora = sorted({str(source["data"]) for run in scales.provenance for source in run["corpus"].get("sources", [])}) or ["not recorded"]
+    tools = sorted({run["tool"] for run in scales.provenance})
+    rows = [
+        ("format", f"FP8 {options.number_format.upper()}, one scale per {'KV head' if options.granularity == 'head' else 'tensor'}"),
+        ("scales", f"k, v and q of {len(scales.layers)} attention layers, in `kv_scales.safetensors`"),
+        ("policy", f"{options.policy}, margin {options.margin:g}"),
+        ("calibrated on", f"{counted['tokens']:,} tokens of {counted['documents']:,} documents ({', '.join(corpora)})"),
+        ("made with", ", ".join(tools)),
+    ]
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows)
+    return (
+        "## FP8 KV cache\n\n"
+        "This checkpoint carries calibrated scales for an FP8 KV cache. vLLM uses them by itself (`kv_cache_dtype` auto);\n"
+        "`--kv-cache-dtype bfloat16` turns the FP8 cache off. The weights are those of the original checkpoint.\n\n"
+        f"| | |\n|---|---|\n{table}\n\n"
+        "Digests and options are in `kv_calibration/provenance.json`.\n"
+    )

@@ -1,0 +1,129 @@
+"""Scales into a checkpoint: everything of the source, linked, plus the scales, the config that makes engines load them, and provenance."""
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from calibrate.artefact import sha256_file, write_json, write_tensors, write_text
+from calibrate.checkpoint.card import with_section
+from calibrate.checkpoint.links import link, resolved
+from calibrate.checkpoint.names import EARLIER_SCALES, tensor_prefixes
+from calibrate.checkpoint.place import check_target, folder_in_the_making
+from calibrate.checkpoint.quantconfig import merged_quantization_config
+from calibrate.checkpoint.shards import build_index, copy_without, shard_names
+from calibrate.errors import UsageError
+from calibrate.model import SourceCheckpoint
+from calibrate.model.source import INDEX_FILE, SCALES_FILE
+from calibrate.scales import Scales
+from calibrate.statistics import Statistics
+
+SCHEMA = "kv-calibrate/provenance/1"
+FOLDER = "kv_calibration"
+_OURS = {"config.json", INDEX_FILE, SCALES_FILE, "README.md", FOLDER}
+_LEFT_OUT = {".git", ".cache", ".gitattributes"}
+
+
+@dataclass(frozen=True)
+class Written:
+    """A calibrated checkpoint on disk.
+
+    Attributes:
+        path: its folder.
+        tensors: scale name → float32 array, as engines load them.
+        how: number of files linked, reflinked and copied.
+    """
+
+    path: Path
+    tensors: dict[str, np.ndarray]
+    how: dict[str, int]
+
+
+def scale_tensors(source: SourceCheckpoint, scales: Scales) -> dict[str, np.ndarray]:
+    """Scales under the names that vLLM looks them up by: float32 [1] or [heads] each."""
+    weights = [name for name in source.weight_map if not EARLIER_SCALES.search(name)]
+    prefixes = tensor_prefixes([layer.module for layer in scales.layers], weights)
+    return {f"{prefixes[layer.module]}.{kind}_scale": scale for layer in scales.layers for kind, scale in layer.items()}
+
+
+def check_writable(source: SourceCheckpoint, output: Path, *, force: bool = False) -> None:
+    """Everything about the target and the source that can be refused before hours of calibration. Raises UsageError."""
+    source.check_can_carry_scales()
+    check_target(source.path, output, force=force)
+
+
+def write_checkpoint(
+    source: SourceCheckpoint, scales: Scales, output: Path, *, statistics: Statistics | None = None, force: bool = False
+) -> Written:
+    """Write the calibrated checkpoint; scales of an earlier calibration are replaced.
+
+    Args:
+        statistics: kept beside the scales, so that another policy can be solved later without the corpus.
+
+    Raises:
+        UsageError: scales of other weights, a format that cannot carry them, an output that may not be written, a full disk.
+    """
+    check_writable(source, output, force=force)
+    _check_same_weights(source, scales)
+    tensors = scale_tensors(source, scales)
+    config = {**source.config, "quantization_config": merged_quantization_config(source.quantization, scales)}
+    names = shard_names(source)
+    dropped = {name for name in source.weight_map if EARLIER_SCALES.search(name)}
+    index = build_index(source, names, dropped, {name: array.nbytes for name, array in tensors.items()})
+    with folder_in_the_making(output) as making:
+        how = _bring_files(source, names, dropped, making)
+        write_tensors(making / SCALES_FILE, tensors, {"schema": "kv-calibrate/engine-scales/1", "scales": scales.digest()})
+        write_json(making / "config.json", config)
+        write_json(making / INDEX_FILE, index)
+        write_text(making / "README.md", with_section(_card(source), scales))
+        scales.save(making / FOLDER / "scales.safetensors")
+        if statistics is not None:
+            statistics.save(making / FOLDER / "statistics.safetensors")
+        write_json(making / FOLDER / "provenance.json", _provenance(source, scales, making))
+    return Written(output, tensors, dict(how))
+
+
+def _check_same_weights(source: SourceCheckpoint, scales: Scales) -> None:
+    for run in scales.provenance:
+        if run["model"]["fingerprint"] != source.fingerprint:
+            raise UsageError(f"these scales were calibrated on other weights than those in {source.path}: collect again")
+
+
+def _bring_files(source: SourceCheckpoint, names: dict[str, str], dropped: set[str], making: Path) -> Counter[str]:
+    stale = {source.weight_map[name] for name in dropped}
+    how: Counter[str] = Counter()
+    for path in sorted(source.path.rglob("*")):
+        relative = path.relative_to(source.path)
+        if relative.parts[0] in _OURS | _LEFT_OUT or path.is_dir():
+            continue
+        real = resolved(path, source.path)
+        target = making / names.get(str(relative), str(relative))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if str(relative) in stale:
+            copy_without(real, source.headers[str(relative)], target, lambda name: name in dropped)
+            how["copy"] += 1
+        else:
+            how[link(real, target)] += 1
+    return how
+
+
+def _card(source: SourceCheckpoint) -> str:
+    path = source.path / "README.md"
+    return resolved(path, source.path).read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+
+
+def _provenance(source: SourceCheckpoint, scales: Scales, making: Path) -> dict[str, Any]:
+    files = [SCALES_FILE, "config.json", INDEX_FILE, f"{FOLDER}/scales.safetensors"]
+    return {
+        "schema": SCHEMA,
+        "scales": scales.digest(),
+        "statistics": scales.statistics_digest,
+        "options": scales.options.model_dump(),
+        "model": {"fingerprint": source.fingerprint, "config_sha256": sha256_file(source.path / "config.json")},
+        "counted": scales.counted,
+        "runs": list(scales.provenance),
+        "warnings": list(scales.warnings),
+        "files": {name: sha256_file(making / name) for name in files},
+    }

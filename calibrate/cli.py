@@ -1,0 +1,258 @@
+"""The command line: options in, one of the pipeline's functions called, a table or JSON out. No logic lives here."""
+
+import functools
+import json
+import math
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+# Threads that spin while they wait starve the others on a shared machine; set before torch starts its pool.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import click
+from rich.console import Console
+
+import calibrate
+from calibrate.errors import CalibrateError, UsageError
+from calibrate.progress import stderr
+
+stdout = Console(highlight=False)
+_INTERRUPTED = 130
+
+
+class _Group(click.Group):
+    """Turns expected failures into one line and their exit code; anything else is a bug and keeps its traceback."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except CalibrateError as error:
+            stderr.print(f"[bold red]error:[/] {_escape(str(error))}", soft_wrap=True)
+            sys.exit(error.exit_code)
+        except KeyboardInterrupt:
+            stderr.print("interrupted", soft_wrap=True)
+            sys.exit(_INTERRUPTED)
+
+
+def _escape(text: str) -> str:
+    return text.replace("[", "\\[")
+
+
+def _options(*options: Callable) -> Callable:
+    return lambda command: functools.reduce(lambda wrapped, option: option(wrapped), reversed(options), command)
+
+
+as_json = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout.")
+model_options = _options(
+    click.option("--recipe", help="Recipe file or family; the default is chosen by the model's type."),
+    click.option("--device", help="cpu, cuda, cuda:1 or auto (spread over GPUs). Default: cuda where there is one."),
+    click.option(
+        "--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Compute type. Default: what this host is fast in."
+    ),
+    click.option("--trust-remote-code", is_flag=True, help="Run the Python code that the checkpoint brings."),
+)
+corpus_options = _options(
+    click.option("--data", help="File, folder, mix (.yaml), hub id, `builtin` or `random`. Default: the recipe's, else the built-in text."),
+    click.option("--samples", type=int, help="Rows to calibrate on."),
+    click.option("--sequence-length", type=int, help="Tokens a row at most."),
+    click.option("--seed", type=int, default=0, show_default=True),
+    click.option("--text-column", help="Column that holds text. Default: found by itself."),
+    click.option("--chat-column", help="Column that holds chat messages. Default: found by itself."),
+    click.option("--split", default="train", show_default=True, help="Split of a hub data set."),
+    click.option("--save-every", type=click.FloatRange(0), default=60.0, show_default=True, help="Seconds between saves of a resumable state."),
+    click.option("--tokens-per-batch", type=int, help="Tokens in one forward. Another value may move K and V by matmul rounding."),
+)
+policy_options = _options(
+    click.option("--policy", type=click.Choice(["amax", "mse", "percentile", "pow2"]), help="How scales are solved (docs/policies.md)."),
+    click.option("--granularity", type=click.Choice(["tensor", "head"]), help="One scale a tensor, or one a KV head."),
+    click.option("--format", "number_format", type=click.Choice(["e4m3", "e4m3fnuz", "e5m2"]), help="FP8 format of the cache."),
+    click.option("--margin", type=click.FloatRange(1, 1024), help="Headroom over amax."),
+    click.option("--percentile", type=click.FloatRange(50, 100, min_open=True), help="For --policy percentile."),
+    click.option("--search-octaves", type=click.IntRange(1, 8), help="Range of --policy mse, in powers of two above the floor."),
+)
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.version_option(calibrate.__version__, prog_name="kv-calibrate")
+def main() -> None:
+    """Calibrate FP8 KV-cache scales, write them into a checkpoint, and prove that vLLM loads them."""
+
+
+@main.command()
+@click.argument("model", required=False)
+@click.option("--output", "-o", type=click.Path(path_type=Path), help="Folder to write. Default: calibrated/<model name>.")
+@click.option("--force", is_flag=True, help="Replace the output folder.")
+@click.option("--verify/--no-verify", default=True, help="Have vLLM read the scales back.", show_default=True)
+@model_options
+@corpus_options
+@policy_options
+@as_json
+def run(output: Path | None, force: bool, verify: bool, as_json: bool, **options: Any) -> None:
+    """The main job: calibrate MODEL (a folder or a hub id), write a checkpoint, have vLLM read it back.
+
+    Without MODEL and --data it runs on the embedded default, SmolLM2-135M-Instruct and built-in text.
+    """
+    from calibrate import pipeline, tables
+
+    result = pipeline.run(_job(options), output, force=force, verify=verify)
+    _show(as_json, tables.job_as_dict(result), lambda: tables.job(result))
+    if result.readback is not None and not result.readback.ok:
+        sys.exit(1)
+
+
+@main.command()
+@click.argument("model", required=False)
+@click.option("--output", "-o", type=click.Path(path_type=Path), required=True, help="Statistics file to write (.safetensors).")
+@click.option("--force", is_flag=True, help="Replace the output file.")
+@model_options
+@corpus_options
+@as_json
+def collect(output: Path, force: bool, as_json: bool, **options: Any) -> None:
+    """First step alone: MODEL and a corpus to a statistics file."""
+    from calibrate import steps, tables
+
+    statistics = steps.collect_to_file(_job(options), output, force=force)
+    _show(as_json, tables.statistics_as_dict(statistics, output), lambda: tables.statistics(statistics, output))
+
+
+@main.command()
+@click.argument("statistics", type=click.Path(path_type=Path))
+@click.option("--output", "-o", type=click.Path(path_type=Path), required=True, help="Scales file to write (.safetensors).")
+@click.option("--force", is_flag=True, help="Replace the output file.")
+@click.option("--recipe", help="Recipe file or family.")
+@policy_options
+@as_json
+def solve(statistics: Path, output: Path, force: bool, as_json: bool, **options: Any) -> None:
+    """Second step alone: a statistics file to a scales file; needs no model."""
+    from calibrate import steps, tables
+
+    scales = steps.solve_to_file(statistics, _job(options), output, force=force)
+    _show(as_json, tables.scales_as_dict(scales, output), lambda: tables.scales(scales, output))
+
+
+@main.command()
+@click.argument("scales", type=click.Path(path_type=Path))
+@click.option("--model", required=True, help="The checkpoint that was calibrated: a folder or a hub id.")
+@click.option("--output", "-o", type=click.Path(path_type=Path), required=True, help="Folder to write.")
+@click.option("--statistics", type=click.Path(path_type=Path), help="Statistics file to keep in the checkpoint.")
+@click.option("--force", is_flag=True, help="Replace the output folder.")
+@click.option("--trust-remote-code", is_flag=True, help="Accept a checkpoint that brings Python code.")
+@as_json
+def write(scales: Path, model: str, output: Path, statistics: Path | None, force: bool, trust_remote_code: bool, as_json: bool) -> None:
+    """Third step alone: a scales file into a copy of the checkpoint, weights linked."""
+    from calibrate import steps, tables
+
+    written = steps.write_from_files(
+        scales, _job({"model": model, "trust_remote_code": trust_remote_code}), output, statistics=statistics, force=force
+    )
+    _show(as_json, tables.written_as_dict(written), lambda: tables.written(written))
+
+
+@main.command()
+@click.argument("statistics", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--output", "-o", type=click.Path(path_type=Path), required=True, help="Statistics file to write.")
+@click.option("--force", is_flag=True, help="Replace the output file.")
+@as_json
+def merge(statistics: tuple[Path, ...], output: Path, force: bool, as_json: bool) -> None:
+    """Add statistics files of one model, in any order, to the same bytes."""
+    from calibrate import steps, tables
+
+    merged = steps.merge_files(statistics, output, force=force)
+    _show(as_json, tables.statistics_as_dict(merged, output), lambda: tables.statistics(merged, output))
+
+
+@main.command()
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.option("--tensor-parallel-size", type=click.IntRange(1), default=1, show_default=True)
+@click.option("--kv-cache-dtype", help="Default: fp8 where this host runs it, else bfloat16 (loading is proven all the same).")
+@click.option("--timeout", type=click.FloatRange(1), default=900.0, show_default=True, help="Seconds to wait for vLLM.")
+@as_json
+def verify(checkpoint: Path, tensor_parallel_size: int, kv_cache_dtype: str | None, timeout: float, as_json: bool) -> None:
+    """Start vLLM on CHECKPOINT and compare every layer's scales with the file, exactly. Exit 1 where one differs."""
+    from calibrate import tables
+    from calibrate.engines import verify_checkpoint
+
+    result = verify_checkpoint(checkpoint, tensor_parallel_size=tensor_parallel_size, kv_cache_dtype=kv_cache_dtype, timeout=timeout)
+    _show(as_json, result.as_dict(), lambda: tables.readback(result))
+    if not result.ok:
+        sys.exit(1)
+
+
+@main.command()
+@click.argument("path", type=click.Path(path_type=Path))
+@policy_options
+@as_json
+def inspect(path: Path, as_json: bool, **options: Any) -> None:
+    """Ranges, scales, saturation and signal-to-noise of a calibrated checkpoint or a statistics file."""
+    from calibrate import steps, tables
+
+    result = steps.inspect_path(path, _job(options))
+    _show(as_json, result.as_dict(), lambda: tables.inspection(result))
+
+
+@main.command()
+@as_json
+def doctor(as_json: bool) -> None:
+    """What this host is, and what each stage can do on it."""
+    from calibrate.host import describe_host, render
+
+    report = describe_host()
+    _show(as_json, report.as_dict(), lambda: render(report))
+
+
+@main.group()
+def recipes() -> None:
+    """The recipe library."""
+
+
+@recipes.command("list")
+@as_json
+def recipes_list(as_json: bool) -> None:
+    """All recipes and the model types that they are for."""
+    from calibrate import tables
+    from calibrate.recipes import all_recipes
+
+    found = all_recipes()
+    _show(as_json, {name: recipe.model_dump() for name, recipe in found.items()}, lambda: tables.recipe_list(found))
+
+
+@recipes.command("show")
+@click.argument("family")
+@as_json
+def recipes_show(family: str, as_json: bool) -> None:
+    """A recipe as its author wrote it, comments and all."""
+    from rich.syntax import Syntax
+
+    from calibrate.recipes import all_recipes
+    from calibrate.resources import resource
+
+    found = all_recipes()
+    if family not in found:
+        raise UsageError(f"no recipe {family}: there are {', '.join(found)}")
+    text = resource("recipes", f"{family}.yaml").read_text(encoding="utf-8")
+    _show(as_json, found[family].model_dump(), lambda: Syntax(text, "yaml", background_color="default"))
+
+
+def _job(options: dict[str, Any]) -> Any:
+    from calibrate.pipeline import JobOptions
+
+    return JobOptions(**options)
+
+
+def _show(as_json: bool, value: dict[str, Any], render: Callable[[], Any]) -> None:
+    if as_json:
+        click.echo(json.dumps(_finite(value), indent=2, ensure_ascii=False, allow_nan=False))
+    else:
+        stdout.print(render())
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinity: a signal-to-noise without noise becomes null."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,137 @@
+"""Counts what it is shown: code histograms, quarter maxima and channel sums of every layer, kept on the device that computes them."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from calibrate.model import AttentionLayer, CacheLayout
+from calibrate.statistics import CODES, PARTS, CacheDtype, Observed
+from calibrate.statistics.exactsum import LIMBS, carry, to_limbs
+
+Key = tuple[int, str]  # (layer index, kind)
+
+
+class Observer:
+    """Accumulates statistics batch by batch: `begin`, `see` for every K, V and Q, `end`.
+
+    Args:
+        layout: what the model caches.
+        cache_dtype: the type that K and V are rounded to before counting; Q likewise (engines hand it to the kernel in that type).
+    """
+
+    def __init__(self, layout: CacheLayout, cache_dtype: CacheDtype) -> None:
+        self.layout = layout
+        self.cache_dtype = cache_dtype
+        self.counts: dict[Key, torch.Tensor] = {}  # int64 [heads, 32768]
+        self.part_amax: dict[Key, torch.Tensor] = {}  # int32 [4, heads]
+        self.sums: dict[Key, torch.Tensor] = {}  # int64 [2, 4, heads, head_dim]
+        self._heads = {(layer.index, kind): _heads(layer, kind) for layer in layout.layers for kind in layer.kinds}
+        self._padding: torch.Tensor | None = None
+        self._padded = 0
+        self._batch_amax: dict[Key, torch.Tensor] = {}
+        self._batch_sums: dict[Key, torch.Tensor] = {}
+
+    def begin(self, lengths: Sequence[int], width: int, device: torch.device) -> None:
+        """Start a batch of right-padded rows with these true lengths."""
+        real = torch.as_tensor(np.asarray(lengths), device=device)
+        self._padded = int(width * len(lengths) - int(np.sum(lengths)))
+        self._padding = torch.arange(width, device=device) >= real[:, None] if self._padded else None  # [batch, seq]
+        self._batch_amax, self._batch_sums = {}, {}
+
+    def see(self, index: int, kind: str, values: torch.Tensor) -> None:
+        """Count one tensor, [batch, heads, seq, head_dim], of any float type."""
+        key = (index, kind)
+        rounded = values.detach().to(self.cache_dtype.dtype).transpose(0, 1)  # [heads, batch, seq, head_dim]
+        codes = torch.empty(rounded.shape, dtype=torch.int16, device=rounded.device)
+        torch.bitwise_and(rounded.view(torch.int16), CODES - 1, out=codes)
+        if self._padding is not None:
+            codes.masked_fill_(self._padding[None, :, :, None], 0)
+        self._batch_amax[key] = codes.flatten(1).amax(dim=1).to(torch.int32)
+        self._count(key, codes.flatten(1))
+        if kind != "q":
+            self._batch_sums[key] = self._channel_sums(rounded)
+
+    def _count(self, key: Key, codes: torch.Tensor) -> None:
+        heads, elements = codes.shape
+        if key not in self.counts:
+            self.counts[key] = torch.zeros((heads, CODES), dtype=torch.int64, device=codes.device)
+        counts = self.counts[key]
+        if codes.device.type == "cpu":  # head by head: codes stay int16, a third of the memory traffic of offset int64 indices
+            for head in range(heads):
+                counts[head] += torch.bincount(codes[head], minlength=CODES)
+        else:
+            offsets = torch.arange(heads, device=codes.device, dtype=torch.int32)[:, None] * CODES
+            counts += torch.bincount((codes.int() + offsets).flatten(), minlength=heads * CODES).view(heads, CODES)
+        counts[:, 0] -= self._padded * (elements // self._rows(codes))  # padded elements were counted as zeros
+
+    def _rows(self, codes: torch.Tensor) -> int:
+        return self._padding.numel() if self._padding is not None else codes.shape[1]
+
+    def _channel_sums(self, rounded: torch.Tensor) -> torch.Tensor:
+        """Σx and Σx² per channel in float64, exact for 16-bit floats of like magnitude: float64 [2, heads, head_dim]."""
+        exact = rounded.to(torch.float64)
+        if self._padding is not None:
+            exact = exact.masked_fill(self._padding[None, :, :, None], 0.0)
+        ones = exact.new_ones((1, exact.shape[2]))  # a product with ones runs at memory speed where a strided sum does not
+        first = (ones @ exact).sum(dim=1)[:, 0]
+        second = (ones @ exact.square_()).sum(dim=1)[:, 0]
+        return torch.stack((first, second))
+
+    def end(self, part: int) -> list[tuple[int, str, int]]:
+        """Finish a batch whose rows belong to quarter `part`: add its maxima and sums.
+
+        Returns:
+            (layer, kind, head) of every head that produced infinity or NaN; where there is one, nothing was added to the sums.
+        """
+        keys = list(self._batch_amax)
+        amax = torch.cat([self._batch_amax[key].cpu() for key in keys]).tolist()
+        heads = [(*key, head) for key in keys for head in range(self._heads[key])]
+        bad = [where for where, code in zip(heads, amax, strict=True) if code >= self.cache_dtype.first_nonfinite]
+        if bad:
+            return bad
+        for key in keys:
+            if key not in self.part_amax:
+                self.part_amax[key] = torch.zeros((PARTS, self._heads[key]), dtype=torch.int32, device=self._batch_amax[key].device)
+            torch.maximum(self.part_amax[key][part], self._batch_amax[key], out=self.part_amax[key][part])
+        self._add_sums()
+        return []
+
+    def _add_sums(self) -> None:
+        # one cut into limbs for all layers of a device: dozens of small kernels a batch instead of thousands
+        for device in {sums.device for sums in self._batch_sums.values()}:
+            keys = [key for key, sums in self._batch_sums.items() if sums.device == device]
+            limbs = to_limbs(torch.cat([self._batch_sums[key].flatten() for key in keys]))  # [4, everything]
+            for key, part in zip(keys, limbs.split([self._batch_sums[key].numel() for key in keys], dim=1), strict=True):
+                shaped = part.view(LIMBS, *self._batch_sums[key].shape).transpose(0, 1)  # [2, 4, heads, head_dim]
+                total = self.sums.get(key)
+                self.sums[key] = shaped.clone() if total is None else total.add_(shaped)
+                carry(self.sums[key].transpose(0, 1))
+
+    def missing(self) -> list[tuple[int, str]]:
+        """Every (layer, kind) of the layout that has seen nothing."""
+        return [key for key in self._heads if key not in self.counts]
+
+    def layers(self) -> dict[int, dict[str, Observed]]:
+        """What was seen so far, on the host."""
+        result: dict[int, dict[str, Observed]] = {}
+        for index, kind in self._heads:
+            key = (index, kind)
+            if key in self.part_amax:
+                sums = self.sums[key].cpu().numpy() if key in self.sums else None
+                result.setdefault(index, {})[kind] = Observed(self.counts[key].cpu().numpy(), self.part_amax[key].cpu().numpy(), sums)
+        return result
+
+    def restore(self, layers: dict[int, dict[str, Observed]], devices: dict[int, torch.device]) -> None:
+        """Go on from an earlier run's `layers`, on the devices that its modules live on."""
+        for index, kinds in layers.items():
+            for kind, seen in kinds.items():
+                key, device = (index, kind), devices[index]
+                self.counts[key] = torch.from_numpy(seen.counts.copy()).to(device)
+                self.part_amax[key] = torch.from_numpy(seen.part_amax.copy()).to(device)
+                if seen.sums is not None:
+                    self.sums[key] = torch.from_numpy(seen.sums.copy()).to(device)
+
+
+def _heads(layer: AttentionLayer, kind: str) -> int:
+    return layer.num_heads if kind == "q" else layer.num_key_value_heads

@@ -1,0 +1,124 @@
+"""Loading a causal LM for observation: compute type, device, and no trace of an earlier KV calibration."""
+
+import copy
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from calibrate.errors import UsageError
+from calibrate.host import cpu_has_fast_bf16
+from calibrate.model.source import SourceCheckpoint
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def cache_dtype_of(source: SourceCheckpoint) -> str:
+    """The 16-bit type in which an engine serves this checkpoint's cache: its own type, bfloat16 for fp32 checkpoints."""
+    name = _checkpoint_dtype(source)
+    return name if name in ("bfloat16", "float16") else "bfloat16"
+
+
+def choose_device(device: str | None) -> str:
+    """The device asked for, else CUDA where there is one."""
+    return device or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def compute_dtype(source: SourceCheckpoint, device: str, asked: str | None) -> torch.dtype:
+    """The type to compute in: the checkpoint's on a GPU; on a CPU fp32, unless bf16 matmul is done in hardware (elsewhere it is ten times slower)."""
+    if asked:
+        return _DTYPES[asked]
+    name = _checkpoint_dtype(source)
+    if not device.startswith("cpu"):
+        return _DTYPES.get(name, torch.bfloat16)
+    return torch.bfloat16 if name == "bfloat16" and cpu_has_fast_bf16() else torch.float32
+
+
+def load_tokenizer(source: SourceCheckpoint, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The checkpoint's tokenizer. Raises UsageError where it cannot be read."""
+    try:
+        return AutoTokenizer.from_pretrained(source.path, trust_remote_code=trust_remote_code, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        raise UsageError(f"the tokenizer in {source.path} cannot be loaded: {_first_line(error)}") from error
+
+
+def load_model(source: SourceCheckpoint, *, device: str, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
+    """Load for inference, without the KV fake quantization that an already calibrated checkpoint asks for.
+
+    Raises:
+        UsageError: unknown architecture, weights that do not fit the config, or tensors that the checkpoint lacks (transformers would fill
+            them with random numbers).
+    """
+    try:
+        config = AutoConfig.from_pretrained(source.path, trust_remote_code=trust_remote_code, local_files_only=True)
+        _strip_kv_scheme(config)
+        with _quiet():
+            model, report = _from_pretrained(source, config, device, dtype, trust_remote_code)
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        raise UsageError(f"{source.path} cannot be loaded by transformers: {_first_line(error)}") from error
+    if report["missing_keys"]:
+        missing = sorted(report["missing_keys"])
+        raise UsageError(f"{source.path} lacks {len(missing)} tensors that its config asks for, first {missing[0]}")
+    return model.eval()
+
+
+def _from_pretrained(source: SourceCheckpoint, config: Any, device: str, dtype: torch.dtype, trust: bool) -> tuple[PreTrainedModel, dict]:
+    options = {
+        "config": config,
+        "dtype": dtype,
+        "device_map": "auto" if device == "auto" else {"": device},
+        "trust_remote_code": trust,
+        "local_files_only": True,
+        "use_safetensors": True,
+        "output_loading_info": True,
+    }
+    try:
+        return AutoModelForCausalLM.from_pretrained(source.path, attn_implementation="sdpa", **options)
+    except ValueError as error:
+        if "scaled_dot_product_attention" not in str(error):
+            raise
+        return AutoModelForCausalLM.from_pretrained(source.path, attn_implementation="eager", **options)
+
+
+def _strip_kv_scheme(config: Any) -> None:
+    """An already calibrated checkpoint would be observed through its old FP8 cache: take the scheme out, and a config that held nothing else."""
+    quantization = getattr(config, "quantization_config", None)
+    if not isinstance(quantization, dict) or not quantization.get("kv_cache_scheme"):
+        return
+    quantization = {key: value for key, value in copy.deepcopy(quantization).items() if key != "kv_cache_scheme"}
+    if quantization.get("config_groups"):
+        config.quantization_config = quantization
+    else:
+        del config.quantization_config
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence transformers' bars and load report: what matters in them is checked and raised by `load_model`."""
+    level = transformers_logging.get_verbosity()
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity(logging.ERROR)
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+def _checkpoint_dtype(source: SourceCheckpoint) -> str:
+    text = source.config.get("text_config") or {}
+    for holder in (source.config, text):
+        name = holder.get("dtype") or holder.get("torch_dtype")
+        if name:
+            return str(name).removeprefix("torch.")
+    return "float32"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

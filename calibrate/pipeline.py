@@ -1,0 +1,107 @@
+"""The main job, top to bottom: a model and a corpus in; a calibrated checkpoint that vLLM was seen to load out."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+from calibrate.checkpoint import Written, check_writable, write_checkpoint
+from calibrate.collect import collect, prepare
+from calibrate.corpus import CorpusOptions, load_corpus
+from calibrate.engines import Readback, verify_checkpoint
+from calibrate.errors import UsageError
+from calibrate.inspection import Inspection, inspect
+from calibrate.model import SourceCheckpoint, choose_device, compute_dtype, load_model, load_tokenizer, resolve_model
+from calibrate.progress import note
+from calibrate.recipes import Recipe, choose_recipe
+from calibrate.scales import PolicyOptions, Scales, solve
+from calibrate.statistics import Statistics
+
+
+class JobOptions(BaseModel):
+    """What the command line gives. None leaves a choice to the recipe."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: str | None = None
+    recipe: str | None = None
+    data: str | None = None
+    samples: int | None = None
+    sequence_length: int | None = None
+    seed: int = 0
+    text_column: str | None = None
+    chat_column: str | None = None
+    split: str = "train"
+    device: str | None = None
+    dtype: str | None = None
+    tokens_per_batch: int | None = None
+    save_every: float = 60.0
+    trust_remote_code: bool = False
+    policy: str | None = None
+    granularity: str | None = None
+    number_format: str | None = None
+    margin: float | None = None
+    percentile: float | None = None
+    search_octaves: int | None = None
+
+    def corpus(self, recipe: Recipe) -> CorpusOptions:
+        """The recipe's corpus with what was asked for on top."""
+        chosen = {name: getattr(self, name) for name in ("data", "samples", "sequence_length") if getattr(self, name) is not None}
+        rest = {name: getattr(self, name) for name in ("seed", "text_column", "chat_column", "split")}
+        return CorpusOptions(**{**recipe.corpus.model_dump(), **chosen, **rest})
+
+    def scales(self, recipe: Recipe) -> PolicyOptions:
+        """The recipe's scale options with what was asked for on top."""
+        asked = {name: getattr(self, name) for name in PolicyOptions.model_fields if getattr(self, name) is not None}
+        return PolicyOptions(**{**recipe.scales.model_dump(), **asked})
+
+
+@dataclass(frozen=True)
+class JobResult:
+    """What `run` leaves behind. `readback` is None where verification was switched off."""
+
+    written: Written
+    scales: Scales
+    inspection: Inspection
+    readback: Readback | None
+
+
+def run(options: JobOptions, output: Path | None, *, force: bool = False, verify: bool = True) -> JobResult:
+    """Calibrate, write, and have vLLM read it back."""
+    source = open_source(options)
+    output = output or Path("calibrated") / source.path.name
+    check_writable(source, output, force=force)
+    recipe = choose_recipe(source.model_type, options.recipe)
+    note(f"model {source.path} ({source.model_type}), recipe {recipe.family}, output {output}")
+    state = output.with_name(f".{output.name}.collect-state.safetensors")
+    statistics = collect_statistics(source, options, recipe, state=state)
+    scales = solve(statistics, options.scales(recipe))
+    written = write_checkpoint(source, scales, output, statistics=statistics, force=force)
+    state.unlink(missing_ok=True)
+    readback = verify_checkpoint(output, expected=written.tensors) if verify else None
+    return JobResult(written, scales, inspect(output, scales.options), readback)
+
+
+def open_source(options: JobOptions) -> SourceCheckpoint:
+    """Find and check the model folder."""
+    return SourceCheckpoint.open(resolve_model(options.model), trust_remote_code=options.trust_remote_code)
+
+
+def collect_statistics(source: SourceCheckpoint, options: JobOptions, recipe: Recipe, *, state: Path | None) -> Statistics:
+    """Corpus and model → statistics; an interrupted run goes on from `state`."""
+    tokenizer = load_tokenizer(source, trust_remote_code=options.trust_remote_code)
+    text = source.config.get("text_config") or source.config
+    corpus = load_corpus(
+        options.corpus(recipe), tokenizer, vocab_size=_vocab_size(source, text), context_length=text.get("max_position_embeddings")
+    )
+    device = choose_device(options.device)
+    model = load_model(
+        source, device=device, dtype=compute_dtype(source, device, options.dtype), trust_remote_code=options.trust_remote_code
+    )
+    return collect(prepare(model, source, corpus, tokens_per_batch=options.tokens_per_batch), state=state, state_seconds=options.save_every)
+
+
+def _vocab_size(source: SourceCheckpoint, text: dict) -> int:
+    if not isinstance(text.get("vocab_size"), int):
+        raise UsageError(f"{source.path}/config.json gives no vocab_size")
+    return text["vocab_size"]

@@ -1,0 +1,73 @@
+"""Statistics in, scales out."""
+
+from typing import Any
+
+import numpy as np
+
+from calibrate.errors import UsageError
+from calibrate.scales.artefact import LayerScales, Scales
+from calibrate.scales.error import Population
+from calibrate.scales.formats import FORMATS
+from calibrate.scales.policies import POLICIES, PolicyOptions
+from calibrate.statistics import Statistics
+
+_SMALLEST = 2.0**-100  # a kernel may multiply by 1/scale: both must be normal fp32 numbers
+_LARGEST = 2.0**100
+
+
+def solve(statistics: Statistics, options: PolicyOptions) -> Scales:
+    """Solve k, v and q scales for every attention layer.
+
+    One row per tensor, or per KV head. Q is solved per KV head too (the query heads that read it together), because engines keep one q
+    scale a KV head; it is written once for each query head. KV-shared readers get their target's k and v scale, MLA layers one scale for
+    latent and rotary key, which lie in one cache line.
+
+    Raises:
+        UsageError: a scale is not a positive normal float32 (amax 0 gives 1.0 with a warning instead).
+    """
+    rows: list[tuple[int, str, np.ndarray]] = []  # (layer, kind, counts [rows, codes])
+    for layer in statistics.layout["layers"]:
+        rows += [(layer["index"], kind, counts) for kind, counts in _rows_of_layer(statistics, layer, options.granularity)]
+    population = Population.of(np.concatenate([counts for _, _, counts in rows]), statistics.values())
+    amax = population.amax
+    scales = np.ones(len(amax))
+    alive = amax > 0
+    fmt = FORMATS[options.number_format]
+    scales[alive] = POLICIES[options.policy](Population(population.values, population.counts[alive]), fmt, options)
+    solved, warnings, start = {}, [], 0
+    for index, kind, counts in rows:
+        part = slice(start, start + len(counts))
+        start = part.stop
+        _check(index, kind, scales[part])
+        solved[index, kind] = scales[part].astype(np.float32)
+        warnings += [f"{kind.upper()} of layer {index}, row {row}, was zero everywhere: scale 1.0" for row in np.flatnonzero(~alive[part])]
+    layers = tuple(_layer_scales(layer, solved, statistics, options) for layer in statistics.layout["layers"])
+    return Scales(layers, options, statistics.layout, statistics.digest(), statistics.counted, statistics.provenance, tuple(warnings))
+
+
+def _rows_of_layer(statistics: Statistics, layer: dict[str, Any], granularity: str) -> list[tuple[str, np.ndarray]]:
+    seen = statistics.layers[layer["index"]]
+    counts = {kind: observed.counts for kind, observed in seen.items()}
+    if layer["latent"]:
+        both = counts["k"] + counts["v"]
+        counts = {"k": both, "v": both, "q": counts["q"]}
+    if granularity == "tensor":
+        return [(kind, one.sum(axis=0, keepdims=True)) for kind, one in counts.items()]
+    groups = layer["num_key_value_heads"]
+    return [(kind, one.reshape(groups, -1, one.shape[-1]).sum(axis=1)) for kind, one in counts.items()]
+
+
+def _layer_scales(layer: dict[str, Any], solved: dict, statistics: Statistics, options: PolicyOptions) -> LayerScales:
+    index, target = layer["index"], layer["target"]
+    q = solved[index, "q"]
+    if options.granularity == "head":
+        q = np.repeat(q, layer["num_heads"] // len(q))
+    return LayerScales(index, layer["module"], solved[target, "k"], solved[target, "v"], q)
+
+
+def _check(index: int, kind: str, scales: np.ndarray) -> None:
+    wrong = ~(np.isfinite(scales) & (scales >= _SMALLEST) & (scales <= _LARGEST))
+    if wrong.any():
+        raise UsageError(
+            f"the {kind} scale of layer {index} would be {scales[wrong][0]:g}, which no engine can use: look at its statistics"
+        )

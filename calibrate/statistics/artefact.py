@@ -1,0 +1,179 @@
+"""`Statistics`: all that one pass over the corpus leaves behind, as a value and as a file. Its size does not depend on the number of tokens."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from calibrate.artefact import read_tensors, sha256_bytes, write_tensors
+from calibrate.errors import UsageError
+from calibrate.statistics.codes import CACHE_DTYPES, CODES, CacheDtype
+from calibrate.statistics.exactsum import carry
+from calibrate.statistics.moments import mean_and_variance
+
+SCHEMA = "kv-calibrate/statistics/1"
+KINDS = ("k", "v", "q")
+PARTS = 4
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What was seen of one kind (K, V or Q) in one layer.
+
+    Attributes:
+        counts: elements of each magnitude code, int64 [heads, 32768].
+        part_amax: largest code in each quarter of the documents, int32 [4, heads]; 0 where a quarter saw nothing but zeros.
+        sums: limbs of Σx and Σx² per channel (`exactsum`), int64 [2, 4, heads, head_dim]; None for Q, where none are kept.
+    """
+
+    counts: np.ndarray
+    part_amax: np.ndarray
+    sums: np.ndarray | None
+
+    @property
+    def amax_codes(self) -> np.ndarray:
+        """Largest code of each head over the whole corpus, int32 [heads]."""
+        return self.part_amax.max(axis=0)
+
+    def moments(self) -> tuple[np.ndarray, np.ndarray]:
+        """Mean and variance per channel, float64 [heads, head_dim]."""
+        if self.sums is None:
+            raise ValueError("no moments are kept of Q")
+        head_dim = self.sums.shape[-1]
+        return mean_and_variance(self.sums[0], self.sums[1], int(self.counts[0].sum()) // head_dim)
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """The statistics of one model on one corpus.
+
+    Attributes:
+        cache_dtype: the 16-bit type in which K and V are cached.
+        layers: layer index → kind → Observed. KV-shared readers have only "q".
+        layout: the model's CacheLayout as a JSON value.
+        counted: {"tokens", "documents", "samples"} seen.
+        provenance: digests and options of each run that went in; order is canonical.
+    """
+
+    cache_dtype: CacheDtype
+    layers: dict[int, dict[str, Observed]]
+    layout: dict[str, Any]
+    counted: dict[str, int]
+    provenance: tuple[dict[str, Any], ...]
+
+    def values(self) -> np.ndarray:
+        """Magnitude of each code, float64 [32768]."""
+        return self.cache_dtype.decode()
+
+    def save(self, path: Path) -> None:
+        """Write as safetensors: only non-empty bins, so a file holds a few thousand pairs a head however long the corpus was."""
+        write_tensors(path, pack_layers(self.layers), self._header())
+
+    def _header(self) -> dict[str, Any]:
+        return {
+            "schema": SCHEMA,
+            "cache_dtype": self.cache_dtype.name,
+            "layout": self.layout,
+            "counted": self.counted,
+            "provenance": list(self.provenance),
+        }
+
+    def digest(self) -> str:
+        """SHA-256 over everything in it: what scales name as their origin."""
+        tensors = pack_layers(self.layers)
+        parts = [json.dumps(self._header(), sort_keys=True).encode()]
+        for name in sorted(tensors):
+            parts += [name.encode(), np.ascontiguousarray(tensors[name]).tobytes()]
+        return sha256_bytes(*parts)
+
+    @classmethod
+    def load(cls, path: Path) -> "Statistics":
+        """Read a statistics file. Raises UsageError where it is missing, damaged or something else."""
+        tensors, header = read_tensors(path, SCHEMA)
+        return cls(
+            cache_dtype=CACHE_DTYPES[header["cache_dtype"]],
+            layers=unpack_layers(tensors),
+            layout=header["layout"],
+            counted=header["counted"],
+            provenance=tuple(header["provenance"]),
+        )
+
+
+def pack_layers(layers: dict[int, dict[str, Observed]]) -> dict[str, np.ndarray]:
+    """Layers → flat tensors; bins are kept as (code, count) pairs in head order with row offsets."""
+    tensors = {}
+    for index, kinds in layers.items():
+        for kind, seen in kinds.items():
+            name = f"layers.{index}.{kind}"
+            heads, codes = np.nonzero(seen.counts)
+            tensors[f"{name}.codes"] = codes.astype(np.uint16)
+            tensors[f"{name}.counts"] = seen.counts[heads, codes]
+            tensors[f"{name}.heads"] = np.searchsorted(heads, np.arange(len(seen.counts) + 1)).astype(np.int64)
+            tensors[f"{name}.part_amax"] = seen.part_amax
+            if seen.sums is not None:
+                tensors[f"{name}.sums"] = seen.sums
+    return tensors
+
+
+def unpack_layers(tensors: dict[str, np.ndarray]) -> dict[int, dict[str, Observed]]:
+    """The inverse of `pack_layers`."""
+    layers: dict[int, dict[str, Observed]] = {}
+    for name in tensors:
+        if not name.endswith(".codes"):
+            continue
+        stem = name.removesuffix(".codes")
+        _, index, kind = stem.split(".")
+        offsets = tensors[f"{stem}.heads"]
+        counts = np.zeros((len(offsets) - 1, CODES), dtype=np.int64)
+        heads = np.repeat(np.arange(len(counts)), np.diff(offsets))
+        counts[heads, tensors[name]] = tensors[f"{stem}.counts"]
+        layers.setdefault(int(index), {})[kind] = Observed(counts, tensors[f"{stem}.part_amax"], tensors.get(f"{stem}.sums"))
+    return {index: {kind: kinds[kind] for kind in KINDS if kind in kinds} for index, kinds in sorted(layers.items())}
+
+
+def merge(files: Sequence[Statistics]) -> Statistics:
+    """Add statistics of the same model over different data. The order of `files` changes no bit of the result.
+
+    Raises:
+        UsageError: they are not of the same model, layout and cache type, or the same run appears twice.
+    """
+    if not files:
+        raise UsageError("nothing to merge: give at least one statistics file")
+    first = files[0]
+    for other in files[1:]:
+        if other.layout != first.layout or other.cache_dtype != first.cache_dtype:
+            raise UsageError("these statistics are not of the same model: their cache layouts or cache types differ")
+        if _model_of(other) != _model_of(first):
+            raise UsageError("these statistics are not of the same weights: their model fingerprints differ")
+    runs = [run for file in files for run in file.provenance]
+    keys = [json.dumps(run, sort_keys=True) for run in runs]
+    if len(set(keys)) != len(keys):
+        raise UsageError("the same collection run appears twice in this merge: its tokens would count double")
+    return Statistics(
+        cache_dtype=first.cache_dtype,
+        layers={
+            index: {kind: _add([file.layers[index][kind] for file in files]) for kind in kinds} for index, kinds in first.layers.items()
+        },
+        layout=first.layout,
+        counted={name: sum(file.counted[name] for file in files) for name in first.counted},
+        provenance=tuple(run for _, run in sorted(zip(keys, runs, strict=True), key=lambda pair: pair[0])),
+    )
+
+
+def _model_of(statistics: Statistics) -> set[str]:
+    return {run["model"]["fingerprint"] for run in statistics.provenance}
+
+
+def _add(seen: Sequence[Observed]) -> Observed:
+    sums = None
+    if seen[0].sums is not None:
+        sums = np.sum([one.sums for one in seen], axis=0)
+        carry(np.moveaxis(sums, 1, 0))
+    return Observed(
+        counts=np.sum([one.counts for one in seen], axis=0),
+        part_amax=np.max([one.part_amax for one in seen], axis=0),
+        sums=sums,
+    )

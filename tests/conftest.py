@@ -1,0 +1,41 @@
+"""Fixtures for all rooms. Everything here is real: tiny models are transformers models, checkpoints are files."""
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import numpy as np
+import pytest
+
+from calibrate.collect import CollectRun
+from calibrate.corpus import Corpus, Sample, plan_batches
+from calibrate.model import SourceCheckpoint, load_model, probe_layout
+from tests.tiny import VOCAB, tiny_checkpoint
+
+
+def rows_corpus(lengths: list[int], seed: int = 0, vocab: int = VOCAB, documents: list[int] | None = None) -> Corpus:
+    """Random token rows of these lengths, one document each unless told otherwise."""
+    rng = np.random.default_rng(seed)
+    owners = documents or list(range(len(lengths)))
+    samples = tuple(
+        Sample(rng.integers(3, vocab, length).astype(np.int32), owner, f"rows:{row + 1}")
+        for row, (length, owner) in enumerate(zip(lengths, owners, strict=True))
+    )
+    return Corpus(samples, max(owners) + 1, f"rows-{seed}-{lengths}", {"sources": [{"data": "rows"}], "seed": seed})
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory) -> Path:
+    """A tiny bf16 Llama checkpoint with grouped-query attention. Read only."""
+    return tiny_checkpoint(tmp_path_factory.mktemp("models") / "llama")
+
+
+def collect_run(path: Path, corpus: Corpus, *, tokens_per_batch: int = 64, batches=None) -> CollectRun:
+    """A collection of a checkpoint in fp32 on the CPU."""
+    import torch
+
+    source = SourceCheckpoint.open(path)
+    model = load_model(source, device="cpu", dtype=torch.float32)
+    return CollectRun(model, source, probe_layout(model), corpus, batches or plan_batches(corpus, tokens_per_batch, pad_token_id=0))

@@ -49,9 +49,7 @@ as_json = click.option("--json", "as_json", is_flag=True, help="Print the result
 model_options = _options(
     click.option("--recipe", help="Recipe file or family; the default is chosen by the model's type."),
     click.option("--device", help="cpu, cuda, cuda:1 or auto (spread over GPUs). Default: cuda where there is one."),
-    click.option(
-        "--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Compute type. Default: what this host is fast in."
-    ),
+    click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Compute type. Default: what this host is fast in."),
     click.option("--trust-remote-code", is_flag=True, help="Run the Python code that the checkpoint brings."),
 )
 corpus_options = _options(

@@ -70,9 +70,7 @@ def inspect(path: Path, options: PolicyOptions) -> Inspection:
     else:
         statistics = Statistics.load(path)
         scales = solve(statistics, options)
-    return Inspection(
-        str(path), scales.options.model_dump(), statistics.counted, tuple(rows(statistics, scales)), _warnings(statistics, scales)
-    )
+    return Inspection(str(path), scales.options.model_dump(), statistics.counted, tuple(rows(statistics, scales)), _warnings(statistics, scales))
 
 
 def rows(statistics: Statistics, scales: Scales) -> list[Row]:
@@ -86,9 +84,7 @@ def rows(statistics: Statistics, scales: Scales) -> list[Row]:
     return result
 
 
-def _row(
-    index: int, module: str, kind: str, counts: np.ndarray, part_amax: np.ndarray, scale: np.ndarray, values: np.ndarray, scales: Scales
-) -> Row:
+def _row(index: int, module: str, kind: str, counts: np.ndarray, part_amax: np.ndarray, scale: np.ndarray, values: np.ndarray, scales: Scales) -> Row:
     fmt = FORMATS[scales.options.number_format]
     population = Population.of(counts, values)
     heads = np.broadcast_to(scale, len(counts)) if len(scale) == 1 else scale
@@ -126,9 +122,7 @@ def _warnings(statistics: Statistics, scales: Scales) -> tuple[str, ...]:
         before, after = row.amax_growth[1], row.amax_growth[2]
         if before and after / before > _GROWTH:
             headroom = row.scale * FORMATS[scales.options.number_format].max / row.amax if row.amax else float("inf")
-            found.append(
-                f"{name}: amax still grew by {after / before - 1:.0%} in the second half of the corpus (headroom now {headroom:.2f}×)"
-            )
+            found.append(f"{name}: amax still grew by {after / before - 1:.0%} in the second half of the corpus (headroom now {headroom:.2f}×)")
         if row.saturated > 0:
             found.append(f"{name}: {row.saturated:.2g} of its elements saturate at scale {row.scale:.4g}")
         if row.underflow > _UNDERFLOW:

@@ -91,13 +91,9 @@ def collect_statistics(source: SourceCheckpoint, options: JobOptions, recipe: Re
     """Corpus and model → statistics; an interrupted run goes on from `state`."""
     tokenizer = load_tokenizer(source, trust_remote_code=options.trust_remote_code)
     text = source.config.get("text_config") or source.config
-    corpus = load_corpus(
-        options.corpus(recipe), tokenizer, vocab_size=_vocab_size(source, text), context_length=text.get("max_position_embeddings")
-    )
+    corpus = load_corpus(options.corpus(recipe), tokenizer, vocab_size=_vocab_size(source, text), context_length=text.get("max_position_embeddings"))
     device = choose_device(options.device)
-    model = load_model(
-        source, device=device, dtype=compute_dtype(source, device, options.dtype), trust_remote_code=options.trust_remote_code
-    )
+    model = load_model(source, device=device, dtype=compute_dtype(source, device, options.dtype), trust_remote_code=options.trust_remote_code)
     return collect(prepare(model, source, corpus, tokens_per_batch=options.tokens_per_batch), state=state, state_seconds=options.save_every)
 
 

@@ -34,7 +34,8 @@ FAMILIES: dict[str, dict] = {
     "mistral": _BASE | {"sliding_window": 16},
     "mixtral": _BASE | _MOE,
     "gemma2": _BASE | {"sliding_window": 16, "query_pre_attn_scalar": 32},
-    "gemma3_text": _BASE | {"sliding_window": 16, "query_pre_attn_scalar": 32, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4},
+    "gemma3_text": _BASE
+    | {"sliding_window": 16, "query_pre_attn_scalar": 32, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4},
     "gemma3n_text": _BASE
     | {
         "num_hidden_layers": 6,
@@ -97,7 +98,16 @@ FAMILIES: dict[str, dict] = {
         "ssm_state_size": 16,
         "n_groups": 2,
     },
-    "falcon": {"vocab_size": VOCAB, "hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "multi_query": True, "alibi": False, "bos_token_id": 1, "eos_token_id": 2},
+    "falcon": {
+        "vocab_size": VOCAB,
+        "hidden_size": 128,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "multi_query": True,
+        "alibi": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
     "opt": _NO_HEAD_DIM | {"ffn_dim": 96, "word_embed_proj_dim": 128},
     "gpt_neox": _NO_HEAD_DIM,
 }

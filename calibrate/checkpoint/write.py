@@ -54,9 +54,7 @@ def check_writable(source: SourceCheckpoint, output: Path, *, force: bool = Fals
     check_target(source.path, output, force=force)
 
 
-def write_checkpoint(
-    source: SourceCheckpoint, scales: Scales, output: Path, *, statistics: Statistics | None = None, force: bool = False
-) -> Written:
+def write_checkpoint(source: SourceCheckpoint, scales: Scales, output: Path, *, statistics: Statistics | None = None, force: bool = False) -> Written:
     """Write the calibrated checkpoint; scales of an earlier calibration are replaced.
 
     Args:

@@ -63,9 +63,7 @@ def prepare(model: PreTrainedModel, source: SourceCheckpoint, corpus: Corpus, *,
     """Probe the model and lay the corpus out in batches."""
     budget = tokens_per_batch or TOKENS_PER_BATCH.get(model.device.type, TOKENS_PER_BATCH["cuda"])
     pad = model.config.get_text_config(decoder=True).pad_token_id
-    return CollectRun(
-        model, source, probe_layout(model), corpus, plan_batches(corpus, budget, pad_token_id=pad if isinstance(pad, int) else 0)
-    )
+    return CollectRun(model, source, probe_layout(model), corpus, plan_batches(corpus, budget, pad_token_id=pad if isinstance(pad, int) else 0))
 
 
 def collect(run: CollectRun, *, state: Path | None = None, state_seconds: float = 60.0) -> Statistics:

@@ -98,9 +98,7 @@ class SourceCheckpoint:
                 "convert the weights to compressed-tensors first, or calibrate the unquantized checkpoint"
             )
         if method not in ("", "compressed-tensors"):
-            raise UsageError(
-                f"{self.path} has quant_method {method}, which kv-calibrate does not know: it can write into compressed-tensors"
-            )
+            raise UsageError(f"{self.path} has quant_method {method}, which kv-calibrate does not know: it can write into compressed-tensors")
         text = self.config.get("text_config") or self.config
         if text.get("kv_lora_rank"):
             raise UsageError(
@@ -171,13 +169,9 @@ def _check_architecture(path: Path, config: dict[str, Any], trust_remote_code: b
     if config.get("auto_map") and not trust_remote_code:
         known = model_type in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
         if not known:
-            raise UsageError(
-                f"{path} brings its own Python code (auto_map in config.json): read it, then pass --trust-remote-code to run it"
-            )
+            raise UsageError(f"{path} brings its own Python code (auto_map in config.json): read it, then pass --trust-remote-code to run it")
     if config.get("is_encoder_decoder"):
-        raise UsageError(
-            f"{path} is an encoder-decoder model ({', '.join(names) or model_type}): kv-calibrate calibrates decoder-only causal LMs"
-        )
+        raise UsageError(f"{path} is an encoder-decoder model ({', '.join(names) or model_type}): kv-calibrate calibrates decoder-only causal LMs")
     causal = _flat(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) | _flat(modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
     if names and not trust_remote_code and not causal.intersection(names):
         raise UsageError(f"{path} is a {', '.join(names)}, not a causal LM with a KV cache: give a …ForCausalLM checkpoint")
@@ -219,6 +213,4 @@ def _check_index(path: Path, present: dict[str, str]) -> None:
     wanted = _read_json(path / INDEX_FILE, "")["weight_map"]
     missing = [name for name, file in wanted.items() if file != SCALES_FILE and present.get(name) != file]
     if missing:
-        raise UsageError(
-            f"{INDEX_FILE} of {path} lists {missing[0]} in {wanted[missing[0]]}, which does not hold it ({len(missing)} such tensors)"
-        )
+        raise UsageError(f"{INDEX_FILE} of {path} lists {missing[0]} in {wanted[missing[0]]}, which does not hold it ({len(missing)} such tensors)")

@@ -55,7 +55,7 @@ class ErrorReport:
 def quantized(values: np.ndarray, scales: np.ndarray, fmt: NumberFormat) -> np.ndarray:
     """x̂ for every magnitude at every scale, as kernels compute it: fp32 division, clamp, cast, and scale again. float64 [scales, codes]."""
     x = torch.from_numpy(values).to(torch.float32)
-    s = torch.from_numpy(np.asarray(scales, dtype=np.float32))[:, None]
+    s = torch.from_numpy(np.array(scales, dtype=np.float32))[:, None]
     return (fmt.round_trip(x / s).to(torch.float64) * s.to(torch.float64)).numpy()
 
 

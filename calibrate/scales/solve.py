@@ -68,6 +68,4 @@ def _layer_scales(layer: dict[str, Any], solved: dict, statistics: Statistics, o
 def _check(index: int, kind: str, scales: np.ndarray) -> None:
     wrong = ~(np.isfinite(scales) & (scales >= _SMALLEST) & (scales <= _LARGEST))
     if wrong.any():
-        raise UsageError(
-            f"the {kind} scale of layer {index} would be {scales[wrong][0]:g}, which no engine can use: look at its statistics"
-        )
+        raise UsageError(f"the {kind} scale of layer {index} would be {scales[wrong][0]:g}, which no engine can use: look at its statistics")

@@ -154,9 +154,7 @@ def merge(files: Sequence[Statistics]) -> Statistics:
         raise UsageError("the same collection run appears twice in this merge: its tokens would count double")
     return Statistics(
         cache_dtype=first.cache_dtype,
-        layers={
-            index: {kind: _add([file.layers[index][kind] for file in files]) for kind in kinds} for index, kinds in first.layers.items()
-        },
+        layers={index: {kind: _add([file.layers[index][kind] for file in files]) for kind in kinds} for index, kinds in first.layers.items()},
         layout=first.layout,
         counted={name: sum(file.counted[name] for file in files) for name in first.counted},
         provenance=tuple(run for _, run in sorted(zip(keys, runs, strict=True), key=lambda pair: pair[0])),

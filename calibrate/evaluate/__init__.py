@@ -1,0 +1,1 @@
+"""Baselines, fidelity, needles and reasoning: what a scale does to the model."""

@@ -66,7 +66,17 @@ def write_tensors(target: Path, tensors: Mapping[str, np.ndarray], header: Mappi
     ordered = {name: np.ascontiguousarray(tensors[name]) for name in sorted(tensors)}
     metadata = {"format": "pt", HEADER_KEY: json.dumps(header, sort_keys=True, ensure_ascii=False)}
     with atomic_path(target) as temporary:
-        temporary.write_bytes(save(ordered, metadata=metadata))
+        temporary.write_bytes(_metadata_in_order(save(ordered, metadata=metadata)))
+
+
+def _metadata_in_order(content: bytes) -> bytes:
+    """The same file with its metadata sorted: safetensors keeps them in a hash map and writes them in an order that differs from call to call."""
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:end])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)  # the format keeps tensor data aligned
+    return len(text).to_bytes(8, "little") + text + content[end:]
 
 
 def read_tensors(path: Path, schema: str) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
@@ -86,11 +96,14 @@ def read_header(path: Path) -> dict[str, Any]:
     """The JSON header of a kv-calibrate safetensors file, {} where it is another program's. Raises UsageError as `read_tensors`."""
     try:
         with safe_open(path, framework="np") as file:
-            return json.loads((file.metadata() or {}).get(HEADER_KEY, "{}"))
+            header = json.loads((file.metadata() or {}).get(HEADER_KEY, "{}"))
     except FileNotFoundError as error:
         raise UsageError(f"no such file: {path}") from error
     except (SafetensorError, OSError, ValueError) as error:
         raise UsageError(f"{path} is not a readable safetensors file: {error}") from error
+    if not isinstance(header, dict):
+        raise UsageError(f"{path} is damaged: its kv-calibrate header is no JSON object")
+    return header
 
 
 def sha256_bytes(*parts: bytes) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 from calibrate.artefact import read_tensors, sha256_bytes, write_tensors
 from calibrate.errors import UsageError
 from calibrate.statistics.codes import CACHE_DTYPES, CODES, CacheDtype
-from calibrate.statistics.exactsum import carry
+from calibrate.statistics.exactsum import LIMBS, carry
 from calibrate.statistics.moments import mean_and_variance
 
 SCHEMA = "kv-calibrate/statistics/1"
@@ -93,13 +93,39 @@ class Statistics:
     def load(cls, path: Path) -> "Statistics":
         """Read a statistics file. Raises UsageError where it is missing, damaged or something else."""
         tensors, header = read_tensors(path, SCHEMA)
-        return cls(
-            cache_dtype=CACHE_DTYPES[header["cache_dtype"]],
-            layers=unpack_layers(tensors),
-            layout=header["layout"],
-            counted=header["counted"],
-            provenance=tuple(header["provenance"]),
-        )
+        try:
+            loaded = cls(
+                cache_dtype=CACHE_DTYPES[header["cache_dtype"]],
+                layers=unpack_layers(tensors),
+                layout=header["layout"],
+                counted=header["counted"],
+                provenance=tuple(header["provenance"]),
+            )
+            loaded._check_whole()
+        except (KeyError, ValueError, TypeError, IndexError, AttributeError) as error:
+            raise UsageError(f"{path} is damaged: {type(error).__name__} {error}") from error
+        return loaded
+
+    def _check_whole(self) -> None:
+        """Raise ValueError, KeyError or TypeError where something is missing or not of the shape that the layout promises."""
+        if not isinstance(self.layout["model_type"], str):
+            raise TypeError("layout names no model_type")
+        for layer in self.layout["layers"]:
+            writes = layer["target"] == layer["index"]
+            if not (isinstance(layer["module"], str) and isinstance(layer["latent"], bool) and "k" in self.layers[layer["target"]]):
+                raise ValueError(f"layer {layer['index']} of its layout is incomplete")
+            for kind in KINDS if writes else ("q",):
+                seen = self.layers[layer["index"]][kind]
+                heads = layer["num_heads" if kind == "q" else "num_key_value_heads"]
+                if seen.counts.shape != (heads, CODES) or seen.part_amax.shape != (PARTS, heads) or (seen.counts < 0).any():
+                    raise ValueError(f"{kind} of layer {layer['index']} is not a count of {heads} heads")
+                channels = layer["value_head_dim" if kind == "v" else "head_dim"]
+                if kind != "q" and (seen.sums is None or seen.sums.shape != (2, LIMBS, heads, channels)):
+                    raise ValueError(f"{kind} of layer {layer['index']} has no sums of {heads} heads and {channels} channels")
+        if any(not isinstance(self.counted[name], int) for name in ("tokens", "documents", "samples")):
+            raise TypeError("counted holds no whole numbers")
+        if any(not isinstance(run["model"]["fingerprint"], str) for run in self.provenance):
+            raise TypeError("provenance names no model")
 
 
 def pack_layers(layers: dict[int, dict[str, Observed]]) -> dict[str, np.ndarray]:
@@ -119,7 +145,7 @@ def pack_layers(layers: dict[int, dict[str, Observed]]) -> dict[str, np.ndarray]
 
 
 def unpack_layers(tensors: dict[str, np.ndarray]) -> dict[int, dict[str, Observed]]:
-    """The inverse of `pack_layers`."""
+    """The inverse of `pack_layers`. Raises KeyError, ValueError or IndexError for tensors that it did not make."""
     layers: dict[int, dict[str, Observed]] = {}
     for name in tensors:
         if not name.endswith(".codes"):
@@ -127,6 +153,8 @@ def unpack_layers(tensors: dict[str, np.ndarray]) -> dict[int, dict[str, Observe
         stem = name.removesuffix(".codes")
         _, index, kind = stem.split(".")
         offsets = tensors[f"{stem}.heads"]
+        if offsets[0] != 0 or offsets[-1] != len(tensors[name]) or (np.diff(offsets) < 0).any():
+            raise ValueError(f"{stem}.heads are no row offsets")
         counts = np.zeros((len(offsets) - 1, CODES), dtype=np.int64)
         heads = np.repeat(np.arange(len(counts)), np.diff(offsets))
         counts[heads, tensors[name]] = tensors[f"{stem}.counts"]

@@ -7,13 +7,14 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 # Threads that spin while they wait starve the others on a shared machine; set before torch starts its pool.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import click
 from rich.console import Console
+from rich.text import Text
 
 import calibrate
 from calibrate.errors import CalibrateError, UsageError
@@ -26,19 +27,39 @@ _INTERRUPTED = 130
 class _Group(click.Group):
     """Turns expected failures into one line and their exit code; anything else is a bug and keeps its traceback."""
 
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        try:
+            return super().make_context(*args, **kwargs)
+        except click.exceptions.NoArgsIsHelpError:
+            raise
+        except click.UsageError as error:
+            _fail(_usage(error), error.exit_code)
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
         except CalibrateError as error:
-            stderr.print(f"[bold red]error:[/] {_escape(str(error))}", soft_wrap=True)
-            sys.exit(error.exit_code)
+            _fail(str(error), error.exit_code)
+        except click.exceptions.NoArgsIsHelpError:
+            raise
+        except click.UsageError as error:
+            _fail(_usage(error), error.exit_code)
+        except BrokenPipeError:  # `| head` had enough
+            raise
+        except OSError as error:  # the world's doing, not a bug: a disk that fills, a file that may not be read, a name that is too long
+            _fail(f"{error.filename or 'this host'}: {error.strerror or error}", UsageError.exit_code)
         except KeyboardInterrupt:
             stderr.print("interrupted", soft_wrap=True)
             sys.exit(_INTERRUPTED)
 
 
-def _escape(text: str) -> str:
-    return text.replace("[", "\\[")
+def _usage(error: click.UsageError) -> str:
+    return error.format_message() + (f" ({error.ctx.command_path} --help)" if error.ctx else "")
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    stderr.print(Text.assemble(("error:", "bold red"), " ", " ".join(message.splitlines())), soft_wrap=True)
+    sys.exit(code)
 
 
 def _options(*options: Callable) -> Callable:
@@ -61,7 +82,7 @@ corpus_options = _options(
     click.option("--chat-column", help="Column that holds chat messages. Default: found by itself."),
     click.option("--split", default="train", show_default=True, help="Split of a hub data set."),
     click.option("--save-every", type=click.FloatRange(0), default=60.0, show_default=True, help="Seconds between saves of a resumable state."),
-    click.option("--tokens-per-batch", type=int, help="Tokens in one forward. Another value may move K and V by matmul rounding."),
+    click.option("--tokens-per-batch", type=click.IntRange(1), help="Tokens in one forward. Another value may move K and V by matmul rounding."),
 )
 policy_options = _options(
     click.option("--policy", type=click.Choice(["amax", "mse", "percentile", "pow2"]), help="How scales are solved (docs/policies.md)."),

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from calibrate.checkpoint import Written, check_writable, write_checkpoint
 from calibrate.collect import collect, prepare
@@ -53,7 +53,11 @@ class JobOptions(BaseModel):
     def scales(self, recipe: Recipe) -> PolicyOptions:
         """The recipe's scale options with what was asked for on top."""
         asked = {name: getattr(self, name) for name in PolicyOptions.model_fields if getattr(self, name) is not None}
-        return PolicyOptions(**{**recipe.scales.model_dump(), **asked})
+        try:
+            return PolicyOptions(**{**recipe.scales.model_dump(), **asked})
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise UsageError(f"{'.'.join(str(part) for part in first['loc'])} {first['input']}: {first['msg']}") from error
 
 
 @dataclass(frozen=True)
@@ -69,17 +73,24 @@ class JobResult:
 def run(options: JobOptions, output: Path | None, *, force: bool = False, verify: bool = True) -> JobResult:
     """Calibrate, write, and have vLLM read it back."""
     source = open_source(options)
-    output = output or Path("calibrated") / source.path.name
-    check_writable(source, output, force=force)
+    output = output or Path("calibrated") / model_name(source, options)
     recipe = choose_recipe(source.model_type, options.recipe)
+    policy = options.scales(recipe)
+    check_writable(source, output, policy, force=force)
     note(f"model {source.path} ({source.model_type}), recipe {recipe.family}, output {output}")
     state = output.with_name(f".{output.name}.collect-state.safetensors")
     statistics = collect_statistics(source, options, recipe, state=state)
-    scales = solve(statistics, options.scales(recipe))
+    scales = solve(statistics, policy)
     written = write_checkpoint(source, scales, output, statistics=statistics, force=force)
     state.unlink(missing_ok=True)
     readback = verify_checkpoint(output, expected=written.tensors) if verify else None
     return JobResult(written, scales, inspect(output, scales.options), readback)
+
+
+def model_name(source: SourceCheckpoint, options: JobOptions) -> str:
+    """What to call the model: the folder's name, or a hub id's last part (its folder is called after a commit)."""
+    path = source.path.resolve()
+    return Path(options.model).name if options.model and path.parent.name == "snapshots" else path.name
 
 
 def open_source(options: JobOptions) -> SourceCheckpoint:
@@ -89,15 +100,11 @@ def open_source(options: JobOptions) -> SourceCheckpoint:
 
 def collect_statistics(source: SourceCheckpoint, options: JobOptions, recipe: Recipe, *, state: Path | None) -> Statistics:
     """Corpus and model → statistics; an interrupted run goes on from `state`."""
-    tokenizer = load_tokenizer(source, trust_remote_code=options.trust_remote_code)
-    text = source.config.get("text_config") or source.config
-    corpus = load_corpus(options.corpus(recipe), tokenizer, vocab_size=_vocab_size(source, text), context_length=text.get("max_position_embeddings"))
     device = choose_device(options.device)
+    tokenizer = load_tokenizer(source, trust_remote_code=options.trust_remote_code)
+    corpus = load_corpus(options.corpus(recipe), tokenizer, vocab_size=source.vocab_size, context_length=source.context_length)
     model = load_model(source, device=device, dtype=compute_dtype(source, device, options.dtype), trust_remote_code=options.trust_remote_code)
-    return collect(prepare(model, source, corpus, tokens_per_batch=options.tokens_per_batch), state=state, state_seconds=options.save_every)
-
-
-def _vocab_size(source: SourceCheckpoint, text: dict) -> int:
-    if not isinstance(text.get("vocab_size"), int):
-        raise UsageError(f"{source.path}/config.json gives no vocab_size")
-    return text["vocab_size"]
+    try:
+        return collect(prepare(model, source, corpus, tokens_per_batch=options.tokens_per_batch), state=state, state_seconds=options.save_every)
+    except OverflowError as error:
+        raise UsageError(f"{source.path} writes numbers into its cache whose squares exceed 2^100: its weights are damaged") from error

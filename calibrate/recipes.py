@@ -54,12 +54,12 @@ def load_recipe(path: Path) -> Recipe:
         return Recipe.model_validate(value)
     except OSError as error:
         raise UsageError(f"cannot read recipe {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UsageError(f"recipe {path} is not YAML: {' '.join(str(error).split())}") from error
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "the file"
         raise UsageError(f"recipe {path}: {where}: {first['msg']}") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: wrong encoding, or a date that is none
+        raise UsageError(f"recipe {path} is not YAML: {' '.join(str(error).split())}") from error
 
 
 def all_recipes() -> dict[str, Recipe]:

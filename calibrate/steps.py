@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from calibrate.artefact import read_header
-from calibrate.checkpoint import Written, check_writable, write_checkpoint
+from calibrate.checkpoint import Written, check_creatable, write_checkpoint
 from calibrate.errors import UsageError
 from calibrate.inspection import Inspection, inspect
 from calibrate.pipeline import JobOptions, collect_statistics, open_source
@@ -40,7 +40,6 @@ def write_from_files(scales: Path, options: JobOptions, output: Path, *, statist
     if kept is not None and kept.digest() != loaded.statistics_digest:
         raise UsageError(f"{scales} was not solved from {statistics}: their digests differ")
     source = open_source(options)
-    check_writable(source, output, force=force)
     return write_checkpoint(source, loaded, output, statistics=kept, force=force)
 
 
@@ -60,7 +59,8 @@ def inspect_path(path: Path, options: JobOptions) -> Inspection:
 
 
 def _model_type(path: Path) -> str:
-    return read_header(path).get("layout", {}).get("model_type", "")
+    layout = read_header(path).get("layout")
+    return str(layout.get("model_type", "")) if isinstance(layout, dict) else ""
 
 
 def _check_new(output: Path, force: bool) -> None:
@@ -68,3 +68,4 @@ def _check_new(output: Path, force: bool) -> None:
         raise UsageError(f"output {output} is a folder: give a file")
     if output.exists() and not force:
         raise UsageError(f"output {output} exists: give another file, or --force to replace it")
+    check_creatable(output)

@@ -24,7 +24,7 @@ _MOST_FAILURES = 20
 def job(result: JobResult) -> RenderableType:
     """The summary that ends `run`."""
     table = _summary_table(result.inspection)
-    table.title = f"{result.written.path}"
+    table.title = Text(str(result.written.path))
     parts: list[RenderableType] = [table, *_warning_lines(result.inspection.warnings)]
     parts.append(readback(result.readback) if result.readback else Text("not verified: vLLM was not asked (--no-verify)", style="yellow"))
     return Group(*parts)
@@ -45,7 +45,8 @@ def job_as_dict(result: JobResult) -> dict[str, Any]:
 
 def inspection(result: Inspection) -> RenderableType:
     """One line a layer and kind, the summary, and what deserves a look."""
-    table = Table(title=f"{result.path}: {_describe(result.options)}, {result.counted['tokens']:,} tokens", title_justify="left")
+    title = Text(f"{result.path}: {_describe(result.options)}, {result.counted['tokens']:,} tokens")  # Text: a path may look like markup
+    table = Table(title=title, title_justify="left")
     for name in ("layer", "", "amax", "at ¼", "at ½", "scale", "saturated", "underflow", "SNR dB", "at 1.0", "sat. at 1.0"):
         table.add_column(name, justify="right")
     for row in result.rows:

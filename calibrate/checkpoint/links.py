@@ -42,7 +42,7 @@ def resolved(path: Path, root: Path) -> Path:
     """The regular file behind `path`, which must lie under `root`, or in the blob store when `root` is a snapshot of the hub's cache.
 
     Raises:
-        UsageError: a symbolic link leads elsewhere (the file would be published with the checkpoint).
+        UsageError: a symbolic link leads elsewhere (the file would be published with the checkpoint), to a folder or to nothing.
     """
     real = path.resolve()
     allowed = [root.resolve()]
@@ -50,4 +50,6 @@ def resolved(path: Path, root: Path) -> Path:
         allowed.append(root.resolve().parent.parent / "blobs")
     if not any(real.is_relative_to(folder) for folder in allowed):
         raise UsageError(f"{path} is a symbolic link to {real}, outside the checkpoint: replace it by the file if it belongs there")
+    if not real.is_file():
+        raise UsageError(f"{path} is no regular file{f' (it leads to {real})' if path.is_symlink() else ''}: replace or remove it")
     return real

@@ -5,9 +5,6 @@ from collections.abc import Iterable
 
 from calibrate.errors import UsageError
 
-# Scales of earlier calibrations, ours or another tool's, wherever they lie: they are replaced.
-EARLIER_SCALES = re.compile(r"\.((k|v|q|kv|prob)_scale|(k|v|q)_zero_point|(k|v|q)_proj\.output_scale)$")
-
 
 def tensor_prefixes(modules: Iterable[str], tensors: Iterable[str]) -> dict[str, str]:
     """Attention module path in transformers → prefix of its scales in this checkpoint, as vLLM looks them up.

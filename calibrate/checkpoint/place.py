@@ -3,14 +3,21 @@
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from calibrate.errors import UsageError
 
 
 def check_target(source: Path, output: Path, *, force: bool) -> None:
-    """Raise UsageError where `output` may not be written: it exists, or is, holds or lies in the source."""
+    """Raise UsageError where `output` may not be written: it exists, is, holds or lies in the source, or its disk is read-only.
+
+    A folder that a killed run had moved aside is put back first: it is the user's, and counts as existing.
+    """
+    if output.name in ("", ".."):
+        raise UsageError(f"output {output} has no name of its own: give the folder by its name")
+    check_creatable(output)
+    _put_back(output)
     real, origin = output.resolve(), source.resolve()
     if real == origin:
         raise UsageError(f"output {output} is the source checkpoint itself: give another folder")
@@ -22,6 +29,17 @@ def check_target(source: Path, output: Path, *, force: bool) -> None:
         raise UsageError(f"output {output} is a file, not a folder")
 
 
+def check_creatable(path: Path) -> None:
+    """Raise UsageError where nothing can be made at `path`: a file stands in the way, or the folder above cannot be written."""
+    try:
+        above = next(folder for folder in path.absolute().parents if folder.exists())
+        reason = "not a folder" if not above.is_dir() else "" if os.access(above, os.W_OK | os.X_OK) else "read-only, or another user's"
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}") from error
+    if reason:
+        raise UsageError(f"cannot write {path}: {above} is {reason}")
+
+
 @contextmanager
 def folder_in_the_making(output: Path) -> Iterator[Path]:
     """Yield an empty sibling folder; on success it becomes `output` (replacing what was there), on any failure it is removed.
@@ -30,13 +48,12 @@ def folder_in_the_making(output: Path) -> Iterator[Path]:
         UsageError: the disk is full or read-only.
     """
     making = output.with_name(f".{output.name}.making-{os.getpid()}")
+    made = [folder for folder in output.parents if not folder.exists()]  # deepest first
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
+        _put_back(output)
         _tidy(output)
         making.mkdir()
-    except OSError as error:
-        raise UsageError(f"cannot write {output}: {error.strerror or error}") from error
-    try:
         yield making
         _sync(making)
         _replace(making, output)
@@ -44,28 +61,53 @@ def folder_in_the_making(output: Path) -> Iterator[Path]:
         raise UsageError(f"cannot write {output}: {error.strerror or error}") from error
     finally:
         shutil.rmtree(making, ignore_errors=True)
+        for folder in made:
+            with suppress(OSError):  # on success it holds the output
+                folder.rmdir()
 
 
 def _replace(making: Path, output: Path) -> None:
     old = output.with_name(f".{output.name}.replaced-{os.getpid()}")
-    if output.exists():
+    replaces = os.path.lexists(output)
+    if replaces:
         output.rename(old)
-    making.rename(output)
-    shutil.rmtree(old, ignore_errors=True)
+    try:
+        making.rename(output)
+    except BaseException:
+        if replaces:
+            old.rename(output)
+        raise
+    _remove(old)
+
+
+def _put_back(output: Path) -> None:
+    """Where a run was killed between moving the old folder away and moving the new one in, there is only the old one: back with it."""
+    for old in _left_behind(output, "replaced"):
+        if not os.path.lexists(output):
+            old.rename(output)
 
 
 def _tidy(output: Path) -> None:
-    """Clean up after runs that were killed: put back a folder that was about to be replaced, remove half-made ones of dead processes."""
-    for old in output.parent.glob(f".{output.name}.replaced-*"):
-        if _dead(old):
-            shutil.rmtree(old) if output.exists() else old.rename(output)
-    for making in output.parent.glob(f".{output.name}.making-*"):
-        if _dead(making):
-            shutil.rmtree(making)
+    """Remove what killed runs left: half-made folders, and replaced ones whose successor is in place."""
+    for left in [*_left_behind(output, "making"), *_left_behind(output, "replaced")]:
+        _remove(left)
 
 
-def _dead(folder: Path) -> bool:
-    number = folder.name.rpartition("-")[2]
+def _left_behind(output: Path, what: str) -> list[Path]:
+    prefix = f".{output.name}.{what}-"  # no glob: a name may hold its special characters
+    if not output.parent.is_dir():
+        return []
+    return sorted(path for path in output.parent.iterdir() if path.name.startswith(prefix) and _dead(path.name.removeprefix(prefix)))
+
+
+def _remove(folder: Path) -> None:
+    if folder.is_symlink():
+        folder.unlink()
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _dead(number: str) -> bool:
     if not number.isdigit():
         return False
     try:

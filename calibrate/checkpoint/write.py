@@ -10,14 +10,15 @@ import numpy as np
 from calibrate.artefact import sha256_file, write_json, write_tensors, write_text
 from calibrate.checkpoint.card import with_section
 from calibrate.checkpoint.links import link, resolved
-from calibrate.checkpoint.names import EARLIER_SCALES, tensor_prefixes
+from calibrate.checkpoint.names import tensor_prefixes
 from calibrate.checkpoint.place import check_target, folder_in_the_making
 from calibrate.checkpoint.quantconfig import merged_quantization_config
 from calibrate.checkpoint.shards import build_index, copy_without, shard_names
 from calibrate.errors import UsageError
 from calibrate.model import SourceCheckpoint
 from calibrate.model.source import INDEX_FILE, SCALES_FILE
-from calibrate.scales import Scales
+from calibrate.model.weights import EARLIER_SCALES
+from calibrate.scales import PolicyOptions, Scales
 from calibrate.statistics import Statistics
 
 SCHEMA = "kv-calibrate/provenance/1"
@@ -48,9 +49,10 @@ def scale_tensors(source: SourceCheckpoint, scales: Scales) -> dict[str, np.ndar
     return {f"{prefixes[layer.module]}.{kind}_scale": scale for layer in scales.layers for kind, scale in layer.items()}
 
 
-def check_writable(source: SourceCheckpoint, output: Path, *, force: bool = False) -> None:
-    """Everything about the target and the source that can be refused before hours of calibration. Raises UsageError."""
+def check_writable(source: SourceCheckpoint, output: Path, options: PolicyOptions, *, force: bool = False) -> None:
+    """Everything about the target, the source and the scales asked for that can be refused before hours of calibration. Raises UsageError."""
     source.check_can_carry_scales()
+    merged_quantization_config(source.quantization, options)
     check_target(source.path, output, force=force)
 
 
@@ -63,10 +65,10 @@ def write_checkpoint(source: SourceCheckpoint, scales: Scales, output: Path, *, 
     Raises:
         UsageError: scales of other weights, a format that cannot carry them, an output that may not be written, a full disk.
     """
-    check_writable(source, output, force=force)
+    check_writable(source, output, scales.options, force=force)
     _check_same_weights(source, scales)
     tensors = scale_tensors(source, scales)
-    config = {**source.config, "quantization_config": merged_quantization_config(source.quantization, scales)}
+    config = {**source.config, "quantization_config": merged_quantization_config(source.quantization, scales.options)}
     names = shard_names(source)
     dropped = {name for name in source.weight_map if EARLIER_SCALES.search(name)}
     index = build_index(source, names, dropped, {name: array.nbytes for name, array in tensors.items()})
@@ -94,7 +96,7 @@ def _bring_files(source: SourceCheckpoint, names: dict[str, str], dropped: set[s
     how: Counter[str] = Counter()
     for path in sorted(source.path.rglob("*")):
         relative = path.relative_to(source.path)
-        if relative.parts[0] in _OURS | _LEFT_OUT or path.is_dir():
+        if relative.parts[0] in _OURS | _LEFT_OUT or (path.is_dir() and not path.is_symlink()):
             continue
         real = resolved(path, source.path)
         target = making / names.get(str(relative), str(relative))
@@ -109,11 +111,11 @@ def _bring_files(source: SourceCheckpoint, names: dict[str, str], dropped: set[s
 
 def _card(source: SourceCheckpoint) -> str:
     path = source.path / "README.md"
-    return resolved(path, source.path).read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    return resolved(path, source.path).read_bytes().decode("utf-8", errors="replace") if path.is_file() else ""  # bytes: line ends stay
 
 
 def _provenance(source: SourceCheckpoint, scales: Scales, making: Path) -> dict[str, Any]:
-    files = [SCALES_FILE, "config.json", INDEX_FILE, f"{FOLDER}/scales.safetensors"]
+    files = [SCALES_FILE, "config.json", INDEX_FILE, "README.md", *(f"{FOLDER}/{path.name}" for path in sorted((making / FOLDER).iterdir()))]
     return {
         "schema": SCHEMA,
         "scales": scales.digest(),

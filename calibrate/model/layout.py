@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from calibrate.errors import UsageError
+from calibrate.errors import CalibrateError, UsageError
 from calibrate.model.attention import watched_attention
 from calibrate.model.cache import PassingCache, query_in, writing_frame
 
@@ -104,8 +104,14 @@ def probe_layout(model: PreTrainedModel) -> CacheLayout:
     cache = PassingCache(config, probe.on_update)
     windows = [getattr(layer, "sliding_window", None) for layer in cache.layers]
     tokens = torch.arange(_PROBE_TOKENS, device=model.device).unsqueeze(0) % config.vocab_size
-    with torch.inference_mode(), watched_attention(model, probe.on_attention):
-        model(input_ids=tokens, past_key_values=cache, use_cache=True)
+    try:
+        with torch.inference_mode(), watched_attention(model, probe.on_attention):
+            model(input_ids=tokens, past_key_values=cache, use_cache=True)
+    except CalibrateError:
+        raise
+    except Exception as error:  # from the model's own code
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UsageError(f"{type(model).__name__} cannot run {_PROBE_TOKENS} tokens with its config: {reason}") from error
     if not probe.written:
         raise UsageError(f"{type(model).__name__} wrote nothing to a KV cache: it is no decoder with attention layers")
     latent_rank = getattr(config, "kv_lora_rank", None)

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from calibrate.errors import UsageError
+from calibrate.errors import HostError, UsageError
 from calibrate.host import cpu_has_fast_bf16
 from calibrate.model.source import SourceCheckpoint
 
@@ -24,8 +24,21 @@ def cache_dtype_of(source: SourceCheckpoint) -> str:
 
 
 def choose_device(device: str | None) -> str:
-    """The device asked for, else CUDA where there is one."""
-    return device or ("cuda" if torch.cuda.is_available() else "cpu")
+    """The device asked for, else CUDA where there is one.
+
+    Raises:
+        UsageError: no such kind of device. HostError: this host has none.
+    """
+    if device is None or device == "auto":
+        return device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        wanted = torch.device(device)
+        torch.empty(0, device=wanted)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        if device.split(":")[0] == "cuda":
+            raise HostError(f"--device {device}: torch sees {torch.cuda.device_count()} CUDA devices here; --device cpu works on any host") from error
+        raise UsageError(f"--device {device} cannot be used: give cpu, cuda, cuda:1 or auto") from error
+    return device
 
 
 def compute_dtype(source: SourceCheckpoint, device: str, asked: str | None) -> torch.dtype:
@@ -42,7 +55,7 @@ def load_tokenizer(source: SourceCheckpoint, *, trust_remote_code: bool = False)
     """The checkpoint's tokenizer. Raises UsageError where it cannot be read."""
     try:
         return AutoTokenizer.from_pretrained(source.path, trust_remote_code=trust_remote_code, local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+    except Exception as error:  # the Rust tokenizers raise bare Exception
         raise UsageError(f"the tokenizer in {source.path} cannot be loaded: {_first_line(error)}") from error
 
 
@@ -58,7 +71,7 @@ def load_model(source: SourceCheckpoint, *, device: str, dtype: torch.dtype, tru
         _strip_kv_scheme(config)
         with _quiet():
             model, report = _from_pretrained(source, config, device, dtype, trust_remote_code)
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+    except Exception as error:  # safetensors, huggingface_hub and the model's own code each raise their own kinds
         raise UsageError(f"{source.path} cannot be loaded by transformers: {_first_line(error)}") from error
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])

@@ -2,22 +2,23 @@
 
 import json
 import re
-import struct
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from calibrate.artefact import sha256_bytes, sha256_file
+from calibrate.artefact import sha256_file
 from calibrate.errors import UsageError
+from calibrate.model.weights import fingerprint, read_safetensors_header
 
 SCALES_FILE = "kv_scales.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
-_MAX_HEADER = 1 << 28
 # vLLM builds no scale parameter in the attention layers of these formats (docs/formats.md): the scales would be dropped in silence.
 _CANNOT_CARRY = {"awq", "gptq", "gptq_marlin", "awq_marlin", "mxfp4", "torchao", "fbgemm_fp8", "inc", "bitsandbytes", "auto-round", "hqq"}
 _OTHER_CARRIERS = {"fp8", "modelopt", "quark"}
+_CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length", "max_seq_len", "seq_length")  # GPT-2's is the second
+_JSON_NAMES = {str: "string", list: "list of strings", dict: "object"}
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class SourceCheckpoint:
         if not path.is_dir():
             raise UsageError(f"no model folder at {path}: give a Hugging Face checkpoint folder or a hub id")
         config = _read_json(path / "config.json", "a Hugging Face checkpoint has a config.json")
+        _check_types(path, config)
         _check_architecture(path, config, trust_remote_code)
         if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")):
             raise UsageError(f"no tokenizer in {path}: add tokenizer.json (or tokenizer.model) and tokenizer_config.json")
@@ -66,7 +68,25 @@ class SourceCheckpoint:
     @property
     def quantization(self) -> dict[str, Any]:
         """The quantization_config, {} where the weights are not quantized."""
-        return self.config.get("quantization_config") or {}
+        return self.config.get("quantization_config") or self.text_config.get("quantization_config") or {}
+
+    @property
+    def text_config(self) -> dict[str, Any]:
+        """The language model's part of the config."""
+        return self.config.get("text_config") or self.config
+
+    @property
+    def vocab_size(self) -> int:
+        size = self.text_config.get("vocab_size")
+        if not isinstance(size, int) or size < 1:
+            raise UsageError(f"{self.path}/config.json gives no vocab_size")
+        return size
+
+    @property
+    def context_length(self) -> int | None:
+        """Positions that the model was made for, None where its config names no limit."""
+        found = (self.text_config.get(name) for name in _CONTEXT_NAMES)
+        return next((value for value in found if isinstance(value, int) and value > 0), None)
 
     @property
     def calibrated(self) -> bool:
@@ -75,9 +95,8 @@ class SourceCheckpoint:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 over the sizes and headers (names, types, shapes) of the weight files: quick, and independent of file names."""
-        parts = sorted(header + (self.path / name).stat().st_size.to_bytes(8, "little") for name, header in self.headers.items())
-        return sha256_bytes(*parts)
+        """Tells these weights from others, finetunes included, in a moment (`weights.fingerprint`)."""
+        return fingerprint(self.path, self.headers)
 
     def weight_digests(self) -> list[dict[str, Any]]:
         """Full SHA-256 and size of every weight file, ordered by digest so that renaming a shard changes nothing. Reads all bytes."""
@@ -86,7 +105,7 @@ class SourceCheckpoint:
 
     def check_can_carry_scales(self) -> None:
         """Raise UsageError where vLLM could not load KV scales from this checkpoint, whatever is written."""
-        method = str(self.quantization.get("quant_method", "")).lower()
+        method = str(self.quantization.get("quant_method") or ("unnamed" if self.quantization else "")).lower()
         if method in _CANNOT_CARRY:
             raise UsageError(
                 f"{self.path} is quantized with {method}, and vLLM loads no KV scales from that format: "
@@ -99,8 +118,7 @@ class SourceCheckpoint:
             )
         if method not in ("", "compressed-tensors"):
             raise UsageError(f"{self.path} has quant_method {method}, which kv-calibrate does not know: it can write into compressed-tensors")
-        text = self.config.get("text_config") or self.config
-        if text.get("kv_lora_rank"):
+        if self.text_config.get("kv_lora_rank"):
             raise UsageError(
                 f"{self.path} ({self.model_type}) uses multi-head latent attention, for which vLLM loads no scales from any tensor name: "
                 "`kv-calibrate collect` works, writing for vLLM does not"
@@ -126,29 +144,6 @@ def resolve_model(spec: str | None) -> Path:
         raise UsageError(f"{spec} is neither a folder here nor a model that the hub gave: {reason}") from error
 
 
-def read_safetensors_header(path: Path) -> bytes:
-    """The JSON header of a safetensors file, checked against the file's size.
-
-    Raises:
-        UsageError: missing, not safetensors, or truncated.
-    """
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            prefix = file.read(8)
-            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else _MAX_HEADER + 1
-            header = file.read(length) if length <= min(_MAX_HEADER, size) else b""
-        tensors = json.loads(header)
-        end = max((entry["data_offsets"][1] for name, entry in tensors.items() if name != "__metadata__"), default=0)
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"{path} is not a safetensors file (its header cannot be read); only safetensors weights are accepted") from error
-    if size != 8 + length + end:
-        raise UsageError(f"{path} is truncated or damaged: {size:,} bytes, its header promises {8 + length + end:,}")
-    return header
-
-
 def _read_json(path: Path, why: str) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -159,6 +154,16 @@ def _read_json(path: Path, why: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UsageError(f"{path} holds no JSON object")
     return value
+
+
+def _check_types(path: Path, config: dict[str, Any]) -> None:
+    """Raise UsageError where a field that is read here is not what it should be."""
+    kinds = {"model_type": str, "architectures": list, "auto_map": dict, "quantization_config": dict, "text_config": dict}
+    for holder in (config, config.get("text_config")):
+        for key, kind in kinds.items() if isinstance(holder, dict) else ():
+            value = holder.get(key)
+            if value is not None and (not isinstance(value, kind) or (kind is list and not all(isinstance(item, str) for item in value))):
+                raise UsageError(f"{path}/config.json: {key} is {json.dumps(value)[:60]}, which is no {_JSON_NAMES[kind]}")
 
 
 def _check_architecture(path: Path, config: dict[str, Any], trust_remote_code: bool) -> None:
@@ -185,7 +190,10 @@ def _flat(mapping: dict[str, Any]) -> set[str]:
 
 def _indexed_files(path: Path) -> list[str]:
     index = _read_json(path / INDEX_FILE, "")
-    names = sorted(set(index.get("weight_map", {}).values()) - {SCALES_FILE})
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise UsageError(f"{path / INDEX_FILE} has no weight_map of tensor names to file names")
+    names = sorted(set(weight_map.values()) - {SCALES_FILE})
     if not names:
         raise UsageError(f"{path / INDEX_FILE} lists no weight file")
     for name in names:
@@ -193,6 +201,8 @@ def _indexed_files(path: Path) -> list[str]:
             raise UsageError(f"{path / INDEX_FILE} names {name!r}, which is outside the checkpoint folder")
         if not (path / name).is_file():
             raise UsageError(f"shard {name} is listed in {INDEX_FILE} but missing from {path}")
+    if SINGLE_FILE not in names and (path / SINGLE_FILE).is_file():
+        raise UsageError(f"{path} has a {SINGLE_FILE} that its index does not list: transformers would load that file, vLLM the index's; remove one")
     return names
 
 

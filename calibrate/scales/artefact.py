@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from calibrate.artefact import read_tensors, sha256_bytes, write_tensors
+from calibrate.errors import UsageError
 from calibrate.scales.policies.base import PolicyOptions
 
 SCHEMA = "kv-calibrate/scales/1"
@@ -45,11 +46,6 @@ class Scales:
     provenance: tuple[dict[str, Any], ...]
     warnings: tuple[str, ...] = ()
 
-    @property
-    def strategy(self) -> str:
-        """The compressed-tensors name of the granularity."""
-        return {"tensor": "tensor", "head": "attn_head"}[self.options.granularity]
-
     def _tensors(self) -> dict[str, np.ndarray]:
         return {f"layers.{layer.index}.{kind}_scale": scale for layer in self.layers for kind, scale in layer.items()}
 
@@ -77,16 +73,30 @@ class Scales:
     def load(cls, path: Path) -> "Scales":
         """Read a scales file. Raises UsageError where it is missing, damaged or something else."""
         tensors, header = read_tensors(path, SCHEMA)
-        layers = tuple(
-            LayerScales(layer["index"], layer["module"], *(tensors[f"layers.{layer['index']}.{kind}_scale"] for kind in _KINDS))
-            for layer in header["layout"]["layers"]
-        )
-        return cls(
-            layers,
-            PolicyOptions(**header["options"]),
-            header["layout"],
-            header["statistics"],
-            header["counted"],
-            tuple(header["provenance"]),
-            tuple(header["warnings"]),
-        )
+        try:
+            loaded = cls(
+                tuple(
+                    LayerScales(layer["index"], layer["module"], *(tensors[f"layers.{layer['index']}.{kind}_scale"] for kind in _KINDS))
+                    for layer in header["layout"]["layers"]
+                ),
+                PolicyOptions(**header["options"]),
+                header["layout"],
+                header["statistics"],
+                header["counted"],
+                tuple(header["provenance"]),
+                tuple(header["warnings"]),
+            )
+            loaded.check()
+        except (KeyError, ValueError, TypeError, AttributeError) as error:
+            raise UsageError(f"{path} is damaged: {' '.join(f'{type(error).__name__} {error}'.split())}") from error
+        return loaded
+
+    def check(self) -> None:
+        """Raise ValueError for a scale that is no positive finite float32 of the granularity's shape: engines load anything in silence."""
+        for layer, heads in zip(self.layers, self.layout["layers"], strict=True):
+            for kind, scale in layer.items():
+                count = 1 if self.options.granularity == "tensor" else heads["num_heads" if kind == "q" else "num_key_value_heads"]
+                if scale.dtype != np.float32 or scale.shape != (count,) or not (np.isfinite(scale) & (scale > 0)).all():
+                    raise ValueError(f"the {kind} scale of layer {layer.index} is not {count} positive float32")
+        if any(not isinstance(run["model"]["fingerprint"], str) for run in self.provenance):
+            raise TypeError("provenance names no model")

@@ -23,12 +23,13 @@ def solve(statistics: Statistics, options: PolicyOptions) -> Scales:
     latent and rotary key, which lie in one cache line.
 
     Raises:
-        UsageError: a scale is not a positive normal float32 (amax 0 gives 1.0 with a warning instead).
+        UsageError: the statistics hold infinity or NaN, or a scale is not a positive normal float32 (amax 0 gives 1.0 with a warning instead).
     """
     rows: list[tuple[int, str, np.ndarray]] = []  # (layer, kind, counts [rows, codes])
     for layer in statistics.layout["layers"]:
         rows += [(layer["index"], kind, counts) for kind, counts in _rows_of_layer(statistics, layer, options.granularity)]
     population = Population.of(np.concatenate([counts for _, _, counts in rows]), statistics.values())
+    _check_finite(population, [(index, kind) for index, kind, counts in rows for _ in counts])
     amax = population.amax
     scales = np.ones(len(amax))
     alive = amax > 0
@@ -63,6 +64,13 @@ def _layer_scales(layer: dict[str, Any], solved: dict, statistics: Statistics, o
     if options.granularity == "head":
         q = np.repeat(q, layer["num_heads"] // len(q))
     return LayerScales(index, layer["module"], solved[target, "k"], solved[target, "v"], q)
+
+
+def _check_finite(population: Population, owners: list[tuple[int, str]]) -> None:
+    bad = population.counts[:, ~np.isfinite(population.values)].any(axis=1)
+    if bad.any():
+        index, kind = owners[int(bad.argmax())]
+        raise UsageError(f"{kind.upper()} of layer {index} was infinite or NaN somewhere: no scale can hold that")
 
 
 def _check(index: int, kind: str, scales: np.ndarray) -> None:

@@ -21,6 +21,11 @@ class PolicyOptions(BaseModel):
     percentile: float = Field(99.99, gt=50.0, le=100.0, description="of |x|, for the percentile policy")
     search_octaves: int = Field(2, ge=1, le=8, description="mse searches from margin·amax/max to 2^search_octaves times that")
 
+    @property
+    def strategy(self) -> str:
+        """The compressed-tensors name of the granularity."""
+        return {"tensor": "tensor", "head": "attn_head"}[self.granularity]
+
 
 class Policy(Protocol):
     """A scale policy."""
@@ -31,5 +36,11 @@ class Policy(Protocol):
 
 
 def floor_scale(population: Population, fmt: NumberFormat, options: PolicyOptions) -> np.ndarray:
-    """The smallest scale at which nothing up to margin·amax saturates: float64 [rows]."""
-    return options.margin * population.amax / fmt.max
+    """The smallest fp32 scale at which nothing up to margin·amax saturates: float64 [rows]."""
+    return float32_at_least(options.margin * population.amax / fmt.max)
+
+
+def float32_at_least(values: np.ndarray) -> np.ndarray:
+    """The smallest fp32 numbers that are at least `values`: float64, same shape. The nearest may lie below, where amax / scale exceeds max."""
+    nearest = values.astype(np.float32)
+    return np.where(nearest < values, np.nextafter(nearest, np.float32(np.inf)), nearest).astype(np.float64)

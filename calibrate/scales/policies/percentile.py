@@ -2,7 +2,7 @@ import numpy as np
 
 from calibrate.scales.error import Population
 from calibrate.scales.formats import NumberFormat
-from calibrate.scales.policies.base import PolicyOptions
+from calibrate.scales.policies.base import PolicyOptions, float32_at_least
 
 
 def percentile(population: Population, fmt: NumberFormat, options: PolicyOptions) -> np.ndarray:
@@ -11,4 +11,4 @@ def percentile(population: Population, fmt: NumberFormat, options: PolicyOptions
     rank = np.ceil(cumulative[:, -1] * (options.percentile / 100.0)).astype(np.int64).clip(1)
     at = np.array([np.searchsorted(row, wanted) for row, wanted in zip(cumulative, rank, strict=True)])
     chosen = population.values[at]
-    return options.margin * np.where(chosen > 0, chosen, population.amax) / fmt.max
+    return float32_at_least(options.margin * np.where(chosen > 0, chosen, population.amax) / fmt.max)

@@ -42,7 +42,7 @@ def run_child(
     alive_read, alive_write = os.pipe()
     try:
         job_file.write_text(json.dumps(job | {"alive_fd": alive_read}), encoding="utf-8")
-        code = _wait([sys.executable, "-m", module, str(job_file), str(result)], log, _environment(extra_env or {}), timeout, alive_read)
+        code = _wait([sys.executable, "-m", module, str(job_file), str(result)], log, engine_environment(extra_env or {}), timeout, alive_read)
     finally:
         os.close(alive_write)
         os.close(alive_read)
@@ -67,10 +67,10 @@ def _wait(command: list[str], log: Path, env: dict[str, str], timeout: float, al
     except subprocess.TimeoutExpired:
         raise HostError(f"vLLM did not finish within {timeout:g} s; its log: {log}") from None
     finally:
-        _kill_group(child)
+        end_group(child)
 
 
-def _kill_group(child: subprocess.Popen) -> None:
+def end_group(child: subprocess.Popen) -> None:
     """End what is left of the child's group: vLLM's engine and workers outlive a child that was killed."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
@@ -84,7 +84,8 @@ def _kill_group(child: subprocess.Popen) -> None:
     child.wait()
 
 
-def _environment(extra: dict[str, str]) -> dict[str, str]:
+def engine_environment(extra: dict[str, str]) -> dict[str, str]:
+    """This process's environment with what an engine child needs, and without what must not reach it."""
     env = {name: value for name, value in os.environ.items() if name not in ("VLLM_ALLOW_INSECURE_SERIALIZATION", "VLLM_CPU_KVCACHE_SPACE")}
     root = str(Path(calibrate.__file__).resolve().parents[1])  # vLLM's spawned workers import our extension too
     env["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [env.get("PYTHONPATH")])])

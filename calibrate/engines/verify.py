@@ -60,7 +60,7 @@ def verify_checkpoint(
         notes += [choice.note] if choice.note else []
     note(f"starting {engine} on {checkpoint} (kv_cache_dtype {kv_cache_dtype}, {tensor_parallel_size} rank(s)); this takes about a minute")
     job = _job(checkpoint, config, tensor_parallel_size, kv_cache_dtype)
-    result, failed = run_child("calibrate.engines.vllm_child", job, timeout, _engine_env(tensor_parallel_size, cuda))
+    result, failed = run_child("calibrate.engines.vllm_child", job, timeout, engine_env(tensor_parallel_size, cuda))
     rows = compare_scales(scales, result["ranks"], strategy)
     if failed and all(row.ok for row in rows):
         raise failed  # else the rows say why it could not run
@@ -98,7 +98,8 @@ def _job(checkpoint: Path, config: dict[str, Any], tensor_parallel_size: int, kv
     }
 
 
-def _engine_env(tensor_parallel_size: int, cuda: bool) -> dict[str, str]:
+def engine_env(tensor_parallel_size: int, cuda: bool) -> dict[str, str]:
+    """What an engine child's environment needs beside `process.engine_environment`."""
     if tensor_parallel_size == 1:
         return {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # engine and worker in the child itself: two imports of vLLM fewer
     # by itself vLLM wants one NUMA node a rank, which few hosts have

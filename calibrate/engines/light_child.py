@@ -53,12 +53,14 @@ def _records(model: dict[str, Any], device: str) -> list[dict[str, Any]]:
 def _start_distributed(backend: str) -> None:
     import torch
     from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
+    from vllm.distributed.parallel_state import destroy_model_parallel
 
     if not torch.distributed.is_initialized():
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         init_distributed_environment(1, 0, f"tcp://127.0.0.1:{port}", 0, backend)
+    destroy_model_parallel()  # vLLM makes the expert group only while the current model is an MoE: make the groups anew for each
     ensure_model_parallel_initialized(1, 1)
 
 

@@ -17,7 +17,7 @@ class PolicyOptions(BaseModel):
     policy: Literal["amax", "mse", "percentile", "pow2"] = "mse"
     granularity: Literal["tensor", "head"] = "tensor"
     number_format: Literal["e4m3", "e4m3fnuz", "e5m2"] = "e4m3"
-    margin: float = Field(1.0, ge=1.0, le=1024.0, description="headroom: values up to margin·amax must not saturate")
+    margin: float = Field(2.0, ge=1.0, le=1024.0, description="headroom: values up to margin·amax must not saturate")
     percentile: float = Field(99.99, gt=50.0, le=100.0, description="of |x|, for the percentile policy")
     search_octaves: int = Field(2, ge=1, le=8, description="mse searches from margin·amax/max to 2^search_octaves times that")
 

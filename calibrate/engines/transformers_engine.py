@@ -1,0 +1,166 @@
+"""The engine that runs everywhere: transformers, with an FP8 cache emulated exactly (`quantized_cache`)."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from calibrate.engines.quantized_cache import CacheQuantizer, QuantizedCache
+from calibrate.engines.session import EngineInfo, TokenScores, Variant
+from calibrate.errors import UsageError
+from calibrate.model import CacheLayout, SourceCheckpoint, cache_dtype_of, choose_device, compute_dtype, load_model, probe_layout
+from calibrate.model.attention import wrapped_attention
+from calibrate.statistics import CACHE_DTYPES
+
+TOP_K = 64
+_LOGITS_AT_ONCE = {"cpu": 1 << 25, "cuda": 1 << 28}  # elements
+
+
+class TransformersEngine:
+    """Opens sessions that share one loaded model.
+
+    Args:
+        source: the checkpoint; a KV scheme in it is ignored, the variant says what the cache does.
+        device, dtype: where and in what type to compute; None chooses what this host is fast in.
+        block: tokens of a prefill step. Later steps attend to the quantized cache of earlier ones.
+        quantize_queries: quantize Q with its own scale, as FLASH_ATTN and TRITON_ATTN on CUDA do. Latent attention, and classes that hand Q to no
+            attention interface (GPT-J, Falcon), keep a 16-bit Q in any case.
+    """
+
+    def __init__(
+        self,
+        source: SourceCheckpoint,
+        *,
+        device: str | None = None,
+        dtype: str | None = None,
+        block: int = 512,
+        quantize_queries: bool = True,
+        trust_remote_code: bool = False,
+    ) -> None:
+        if block < 1:
+            raise UsageError(f"a prefill block of {block} tokens is none: give at least 1")
+        chosen = choose_device(device)
+        self.source, self.block, self.quantize_queries = source, block, quantize_queries
+        self.model = load_model(source, device=chosen, dtype=compute_dtype(source, chosen, dtype), trust_remote_code=trust_remote_code)
+        self.layout = probe_layout(self.model)
+
+    @contextmanager
+    def session(self, variant: Variant) -> Iterator["TransformersSession"]:
+        """The model with this variant's cache. One session at a time."""
+        cache_dtype = CACHE_DTYPES[cache_dtype_of(self.source)].dtype
+        quantizer = CacheQuantizer(self.layout, variant, cache_dtype, self.model)
+        queries = self.quantize_queries and bool(quantizer.indices)
+        with wrapped_attention(self.model, _quantized_queries(quantizer)) if queries else nullcontext():
+            yield TransformersSession(self.model, self.layout, quantizer, self.block, queries)
+
+
+def _quantized_queries(quantizer: CacheQuantizer) -> Callable[..., Any]:
+    def around(module: nn.Module, compute: Callable[..., Any], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
+        index = quantizer.indices.get(module)
+        return compute(query if index is None else quantizer(index, "q", query), key, value)
+
+    return around
+
+
+class TransformersSession:
+    """A model with one variant of the cache; rows and prompts go through it one at a time."""
+
+    def __init__(self, model: PreTrainedModel, layout: CacheLayout, quantizer: CacheQuantizer, block: int, queries: bool) -> None:
+        self._model, self._layout, self._quantizer, self._block, self._queries = model, layout, quantizer, block, queries
+        self._config = model.config.get_text_config(decoder=True)
+        self._kept: tuple[list[int], QuantizedCache] | None = None  # the last prompt and its cache
+
+    def info(self) -> EngineInfo:
+        """What computes here."""
+        device = self._model.device
+        fmt = self._quantizer.format
+        return EngineInfo(
+            engine="transformers",
+            version=f"transformers {version('transformers')}, torch {version('torch')}",
+            attention_backend=f"{self._config._attn_implementation}{', fp8 queries' if self._queries else ''}",
+            kv_cache_dtype=str(self._quantizer.cache_dtype).removeprefix("torch.") if fmt is None else f"fp8_{fmt.name}",
+            compute_dtype=str(self._model.dtype).removeprefix("torch."),
+            device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        )
+
+    @torch.inference_mode()
+    def score(self, rows: Sequence[Sequence[int]]) -> list[TokenScores]:
+        """Teacher-forced scores of whole rows, the TOP_K likeliest tokens at each place."""
+        return [self._score(self._checked(row, "row", 2)) for row in rows]
+
+    def _score(self, row: list[int]) -> TokenScores:
+        cache = QuantizedCache(self._config, self._quantizer)
+        most = _LOGITS_AT_ONCE.get(self._model.device.type, _LOGITS_AT_ONCE["cuda"]) // self._config.vocab_size
+        step = max(1, min(self._block, most))
+        targets = torch.tensor(row[1:], device=self._model.device)
+        parts = []
+        for start in range(0, len(row) - 1, step):
+            wanted = targets[start : start + step]  # [tokens]
+            logits = self._forward(row[start : start + len(wanted)], cache).logits[0]  # [tokens, vocab]
+            parts.append(_top(logits.to(torch.float32), wanted.to(logits.device)))
+        logprob, ids, top = (np.concatenate([part[number] for part in parts]) for number in range(3))
+        return TokenScores(logprob, ids, top)
+
+    @torch.inference_mode()
+    def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_ids: Sequence[int]) -> list[list[int]]:
+        """Greedy continuations, without the prompt and without the stop token."""
+        return [self._generate(self._checked(prompt, "prompt", 1, max_new_tokens), max_new_tokens, set(stop_ids)) for prompt in prompts]
+
+    def _generate(self, prompt: list[int], max_new_tokens: int, stop: set[int]) -> list[int]:
+        if max_new_tokens < 1:
+            return []
+        cache, done = self._prefix(prompt)
+        for start in range(done, len(prompt), self._block):
+            logits = self._forward(prompt[start : start + self._block], cache, logits_to_keep=1).logits
+        result: list[int] = []
+        while (token := int(logits[0, -1].argmax())) not in stop:
+            result.append(token)
+            if len(result) == max_new_tokens:
+                break
+            logits = self._forward([token], cache).logits
+        self._kept = (prompt, cache)
+        return result
+
+    def _prefix(self, prompt: list[int]) -> tuple[QuantizedCache, int]:
+        """A cache that holds the whole blocks which this prompt shares with the last one, and how many tokens that is.
+
+        Whole blocks were computed by the very same forwards, so reuse changes no bit. Sliding windows and recurrent states cannot go back.
+        """
+        kept, self._kept = self._kept, None
+        if kept is not None and all(type(layer) is DynamicLayer for layer in kept[1].layers):
+            before, cache = kept
+            shared = next((place for place, (a, b) in enumerate(zip(before, prompt, strict=False)) if a != b), min(len(before), len(prompt)))
+            done = min(shared, len(prompt) - 1) // self._block * self._block
+            if done:
+                cache.crop(done - cache.get_seq_length())
+                return cache, done
+        return QuantizedCache(self._config, self._quantizer), 0
+
+    def _forward(self, tokens: list[int], cache: QuantizedCache, **options: Any) -> Any:
+        return self._model(input_ids=torch.tensor([tokens], device=self._model.device), past_key_values=cache, use_cache=True, **options)
+
+    def _checked(self, tokens: Sequence[int], what: str, least: int, room: int = 0) -> list[int]:
+        context = getattr(self._config, "max_position_embeddings", None)
+        if len(tokens) < least:
+            raise UsageError(f"a {what} of {len(tokens)} tokens cannot be used: at least {least}")
+        if context and len(tokens) + room > context:
+            more = f" and {room} new ones" if room else ""
+            raise UsageError(f"a {what} of {len(tokens):,} tokens{more} is more than the model's context of {context:,}")
+        plain = [int(token) for token in tokens]
+        if min(plain) < 0 or max(plain) >= self._config.vocab_size:
+            raise UsageError(f"a {what} holds a token id outside the model's vocabulary of {self._config.vocab_size:,}")
+        return plain
+
+
+def _top(logits: torch.Tensor, targets: torch.Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Log probability of the targets, and ids and log probabilities of the likeliest tokens, from float32 [tokens, vocab]."""
+    total = logits.logsumexp(dim=-1, keepdim=True)
+    best, ids = logits.topk(min(TOP_K, logits.shape[-1]), dim=-1)
+    logprob = logits.gather(1, targets[:, None]) - total
+    return logprob[:, 0].cpu().numpy(), ids.to(torch.int32).cpu().numpy(), (best - total).cpu().numpy()

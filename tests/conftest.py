@@ -39,3 +39,11 @@ def collect_run(path: Path, corpus: Corpus, *, tokens_per_batch: int = 64, batch
     source = SourceCheckpoint.open(path)
     model = load_model(source, device="cpu", dtype=torch.float32)
     return CollectRun(model, source, probe_layout(model), corpus, batches or plan_batches(corpus, tokens_per_batch, pad_token_id=0))
+
+
+@pytest.fixture(scope="session")
+def llama_statistics(llama):
+    """What the tiny llama writes into its cache on five random rows. Read only."""
+    from calibrate.collect import collect
+
+    return collect(collect_run(llama, rows_corpus([40, 33, 17, 29, 8])))

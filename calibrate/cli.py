@@ -193,9 +193,11 @@ def verify(checkpoint: Path, tensor_parallel_size: int, kv_cache_dtype: str | No
     """Start vLLM on CHECKPOINT and compare every layer's scales with the file, exactly. Exit 1 where one differs."""
     from calibrate import tables
     from calibrate.engines import verify_checkpoint
+    from calibrate.evaluate.evidence import save_readback
 
     result = verify_checkpoint(checkpoint, tensor_parallel_size=tensor_parallel_size, kv_cache_dtype=kv_cache_dtype, timeout=timeout)
     _show(as_json, result.as_dict(), lambda: tables.readback(result))
+    save_readback(checkpoint, result)
     if not result.ok:
         sys.exit(1)
 
@@ -275,3 +277,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+main.add_command(cli_release.gate)

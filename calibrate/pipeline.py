@@ -10,6 +10,7 @@ from calibrate.collect import collect, prepare
 from calibrate.corpus import CorpusOptions, load_corpus
 from calibrate.engines import Readback, verify_checkpoint
 from calibrate.errors import UsageError
+from calibrate.evaluate.evidence import save_readback
 from calibrate.inspection import Inspection, inspect
 from calibrate.model import SourceCheckpoint, choose_device, compute_dtype, load_model, load_tokenizer, resolve_model
 from calibrate.progress import note
@@ -84,6 +85,8 @@ def run(options: JobOptions, output: Path | None, *, force: bool = False, verify
     written = write_checkpoint(source, scales, output, statistics=statistics, force=force)
     state.unlink(missing_ok=True)
     readback = verify_checkpoint(output, expected=written.tensors) if verify else None
+    if readback is not None:
+        save_readback(output, readback)
     return JobResult(written, scales, inspect(output, scales.options), readback)
 
 

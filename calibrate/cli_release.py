@@ -1,0 +1,28 @@
+"""The commands that decide and tell: `gate` and `report`."""
+
+import sys
+from pathlib import Path
+
+import click
+
+
+@click.command()
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.option("--policy", type=click.Path(path_type=Path), help="Policy file (docs/gate.md). Default: the shipped one, data/policies/default.yaml.")
+@click.option("--junit", type=click.Path(path_type=Path), help="Write JUnit XML here, one testcase a check.")
+@click.option("--markdown", type=click.Path(path_type=Path), help="Write the verdict as Markdown here.")
+@click.option("--json", "as_json", is_flag=True, help="Print the verdict as JSON on stdout.")
+def gate(checkpoint: Path, policy: Path | None, junit: Path | None, markdown: Path | None, as_json: bool) -> None:
+    """Judge CHECKPOINT by a policy, from the evidence inside it. Exit 0: release. Exit 1: do not; every failing check says why."""
+    from calibrate.artefact import write_text
+    from calibrate.cli import _show as show
+    from calibrate.gate import evaluate_gate, load_policy, render
+
+    verdict = evaluate_gate(checkpoint, load_policy(policy), policy_name=str(policy or "default"))
+    if junit:
+        write_text(junit, render.junit(verdict))
+    if markdown:
+        write_text(markdown, render.markdown(verdict))
+    show(as_json, verdict.as_dict(), lambda: render.terminal(verdict))
+    if not verdict.passed:
+        sys.exit(1)

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 import calibrate
+from calibrate import cli_release
 from calibrate.errors import CalibrateError, UsageError
 from calibrate.progress import stderr
 

@@ -17,11 +17,13 @@ from rich.console import Console
 from rich.text import Text
 
 import calibrate
-from calibrate import cli_release
+from calibrate import cli_niah, cli_planning, cli_proof, cli_release
 from calibrate.errors import CalibrateError, UsageError
 from calibrate.progress import stderr
 
 stdout = Console(highlight=False)
+if not stdout.is_terminal:
+    stdout = Console(highlight=False, width=120)  # a log has no edge to wrap at
 _INTERRUPTED = 130
 
 
@@ -280,4 +282,9 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+main.add_command(cli_niah.niah)
+main.add_command(cli_niah.reason)
+main.add_command(cli_proof.compare)
+main.add_command(cli_planning.plan)
+main.add_command(cli_planning.bench)
 main.add_command(cli_release.gate)

@@ -108,6 +108,8 @@ def readback(result: Readback) -> RenderableType:
     verdict = f"{scales_read} of {scales_read} scales equal" if result.ok else f"{len(result.failures)} of {len(result.rows)} scales differ"
     where = f"{result.engine}, kv_cache_dtype {result.kv_cache_dtype}, tensor parallel {result.tensor_parallel_size}, {result.seconds:.0f} s"
     lines = [Text(f"vLLM read-back: {verdict} ({where})", style="green" if result.ok else "bold red")]
+    if result.error:
+        lines.append(Text(f"  {result.error}", style="red"))
     lines += [Text(f"  {row.layer}.{row.kind}_scale, rank {row.rank}: {row.reason}", style="red") for row in result.failures[:_MOST_FAILURES]]
     if len(result.failures) > _MOST_FAILURES:
         lines.append(Text(f"  … and {len(result.failures) - _MOST_FAILURES} more (--json lists all)", style="red"))
@@ -128,7 +130,8 @@ def _describe(options: dict[str, Any]) -> str:
 
 
 def _summary_table(result: Inspection) -> Table:
-    table = Table("", "layers", "amax", "scale", "SNR dB (least, mean)", "at scale 1.0", "saturated", "at 1.0", caption=_describe(result.options))
+    columns = ("", "layers", "amax", "scale", "SNR dB least, mean", "at scale 1.0", "saturated", "at 1.0")
+    table = Table(*columns, caption=_describe(result.options))
     for kind, row in summary(result).items():
         table.add_row(
             _NAMES[kind],

@@ -10,6 +10,7 @@ from calibrate.statistics import CODES, PARTS, CacheDtype, Observed
 from calibrate.statistics.exactsum import LIMBS, carry, to_limbs
 
 Key = tuple[int, str]  # (layer index, kind)
+_RARE = 0x3000  # bfloat16 magnitudes below 2^-31: hardly ever met, zero excepted (in float16 they are common, which costs time only)
 
 
 class Observer:
@@ -27,56 +28,63 @@ class Observer:
         self.part_amax: dict[Key, torch.Tensor] = {}  # int32 [4, heads]
         self.sums: dict[Key, torch.Tensor] = {}  # int64 [2, 4, heads, head_dim]
         self._heads = {(layer.index, kind): _heads(layer, kind) for layer in layout.layers for kind in layer.kinds}
-        self._padding: torch.Tensor | None = None
-        self._padded = 0
+        self._keep: torch.Tensor | None = None  # int16 [1, batch, seq, 1]: -1 where a token is, 0 where padding is
+        self._rows = self._padded = 0
+        self._scratch: dict[torch.dtype, torch.Tensor] = {}
         self._batch_amax: dict[Key, torch.Tensor] = {}
         self._batch_sums: dict[Key, torch.Tensor] = {}
 
     def begin(self, lengths: Sequence[int], width: int, device: torch.device) -> None:
         """Start a batch of right-padded rows with these true lengths."""
         real = torch.as_tensor(np.asarray(lengths), device=device)
-        self._padded = int(width * len(lengths) - int(np.sum(lengths)))
-        self._padding = torch.arange(width, device=device) >= real[:, None] if self._padded else None  # [batch, seq]
+        self._rows = width * len(lengths)
+        self._padded = int(self._rows - np.sum(lengths))
+        # every bit of a real token, none of padding: and-ing makes whatever stands there, NaN too, a zero, at the speed of a copy
+        self._keep = -(torch.arange(width, device=device) < real[:, None]).to(torch.int16)[None, :, :, None] if self._padded else None
         self._batch_amax, self._batch_sums = {}, {}
 
     def see(self, index: int, kind: str, values: torch.Tensor) -> None:
         """Count one tensor, [batch, heads, seq, head_dim], of any float type."""
         key = (index, kind)
-        rounded = values.detach().to(self.cache_dtype.dtype).transpose(0, 1)  # [heads, batch, seq, head_dim]
-        codes = torch.empty(rounded.shape, dtype=torch.int16, device=rounded.device)
-        torch.bitwise_and(rounded.view(torch.int16), CODES - 1, out=codes)
-        if self._padding is not None:
-            codes.masked_fill_(self._padding[None, :, :, None], 0)
+        bits = values.detach().to(self.cache_dtype.dtype).transpose(0, 1).view(torch.int16)  # [heads, batch, seq, head_dim]
+        if self._keep is not None:
+            bits = bits & self._keep
+        codes = self._buffer(bits.shape, torch.int16, bits.device)
+        torch.bitwise_and(bits, CODES - 1, out=codes)
         self._batch_amax[key] = codes.flatten(1).amax(dim=1).to(torch.int32)
         self._count(key, codes.flatten(1))
         if kind != "q":
-            self._batch_sums[key] = self._channel_sums(rounded)
+            self._batch_sums[key] = self._channel_sums(bits.view(self.cache_dtype.dtype))
 
     def _count(self, key: Key, codes: torch.Tensor) -> None:
         heads, elements = codes.shape
         if key not in self.counts:
-            self.counts[key] = torch.zeros((heads, CODES), dtype=torch.int64, device=codes.device)
+            self.counts[key] = _zeros((heads, CODES), codes.device)
         counts = self.counts[key]
-        if codes.device.type == "cpu":  # head by head: codes stay int16, a third of the memory traffic of offset int64 indices
+        if codes.device.type == "cpu":
+            # head by head: codes stay int16, a third of the memory traffic of offset int64 indices
             for head in range(heads):
-                counts[head] += torch.bincount(codes[head], minlength=CODES)
+                _add_counts(counts[head], codes[head])
         else:
             offsets = torch.arange(heads, device=codes.device, dtype=torch.int32)[:, None] * CODES
             counts += torch.bincount((codes.int() + offsets).flatten(), minlength=heads * CODES).view(heads, CODES)
-        counts[:, 0] -= self._padded * (elements // self._rows(codes))  # padded elements were counted as zeros
+        counts[:, 0] -= self._padded * (elements // self._rows)  # padded elements were counted as zeros
 
-    def _rows(self, codes: torch.Tensor) -> int:
-        return self._padding.numel() if self._padding is not None else codes.shape[1]
-
-    def _channel_sums(self, rounded: torch.Tensor) -> torch.Tensor:
+    def _channel_sums(self, values: torch.Tensor) -> torch.Tensor:
         """Σx and Σx² per channel in float64, exact for 16-bit floats of like magnitude: float64 [2, heads, head_dim]."""
-        exact = rounded.to(torch.float64)
-        if self._padding is not None:
-            exact = exact.masked_fill(self._padding[None, :, :, None], 0.0)
-        ones = exact.new_ones((1, exact.shape[2]))  # a product with ones runs at memory speed where a strided sum does not
-        first = (ones @ exact).sum(dim=1)[:, 0]
-        second = (ones @ exact.square_()).sum(dim=1)[:, 0]
-        return torch.stack((first, second))
+        if values.device.type != "cpu":
+            return _sums(values.to(torch.float64))
+        exact = self._buffer(values.shape[1:], torch.float64, values.device)[None]  # one head: it stays in the core's cache
+        return torch.cat([_sums(exact.copy_(head[None])) for head in values], dim=1)
+
+    def _buffer(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory to overwrite. On a CPU it is kept from call to call: mapping fresh pages costs more than writing to them."""
+        if device.type != "cpu":
+            return torch.empty(shape, dtype=dtype, device=device)
+        buffer = self._scratch.get(dtype)
+        if buffer is None or buffer.numel() < shape.numel():
+            buffer = self._scratch[dtype] = torch.empty(shape.numel(), dtype=dtype)
+        return buffer[: shape.numel()].view(shape)
 
     def end(self, part: int) -> list[tuple[int, str, int]]:
         """Finish a batch whose rows belong to quarter `part`: add its maxima and sums.
@@ -135,3 +143,26 @@ class Observer:
 
 def _heads(layer: AttentionLayer, kind: str) -> int:
     return layer.num_heads if kind == "q" else layer.num_key_value_heads
+
+
+def _sums(exact: torch.Tensor) -> torch.Tensor:
+    """Σx and Σx² of [heads, batch, seq, head_dim], overwritten: float64 [2, heads, head_dim]."""
+    ones = exact.new_ones((1, exact.shape[2]))  # a product with ones runs at memory speed where a strided sum does not
+    first = (ones @ exact).sum(dim=1)[:, 0]
+    second = (ones @ exact.square_()).sum(dim=1)[:, 0]
+    return torch.stack((first, second))
+
+
+def _zeros(shape: tuple[int, int], device: torch.device) -> torch.Tensor:
+    """int64 zeros. On a CPU from calloc: codes that never occur (most of them) cost no memory until they do."""
+    return torch.from_numpy(np.zeros(shape, dtype=np.int64)) if device.type == "cpu" else torch.zeros(shape, dtype=torch.int64, device=device)
+
+
+def _add_counts(counts: torch.Tensor, codes: torch.Tensor) -> None:
+    """Count codes, int16 [elements], into int64 [32768], without touching the long stretch of magnitudes that are too small or too large to occur."""
+    found = torch.bincount(codes)  # as long as the largest code
+    if len(found) > _RARE and int(found[1:_RARE].count_nonzero()) == 0:
+        counts[0].add_(found[0])
+        counts[_RARE : len(found)].add_(found[_RARE:])
+    else:
+        counts[: len(found)].add_(found)

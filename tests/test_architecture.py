@@ -20,13 +20,13 @@ ARROWS: dict[str, set[str]] = {
     "kvarn": {"statistics"},
     "checkpoint": {"model", "scales", "statistics", "kvarn"},
     "engines": {"checkpoint", "model", "scales", "statistics"},  # the transformers engine loads models and quantizes their cache
-    "evaluate": {"engines", "corpus", "model"},
+    "evaluate": {"engines", "corpus", "model", "checkpoint", "scales", "statistics"},  # it makes the baselines that it compares with
     "gate": {"evaluate", "engines", "checkpoint", "model", "scales", "statistics"},  # it reads what these wrote; it runs none of them
     "report": set(),
     "recipes": {"scales"},
     "inspection": {"checkpoint", "scales", "statistics"},
 }
-ABOVE = {"pipeline", "steps", "tables", "cli", "__main__", "__init__"}  # these put the rooms together
+ABOVE = {"pipeline", "trials", "steps", "tables", "cli", "__main__", "__init__"}  # these put the rooms together
 # file → why it may catch everything
 CATCHES_ALL = {"engines/light_child.py": "a matrix over many models: one that fails is a row with its message"}
 SPEAKS_OF_VLLM = {"engines", "evaluate", "host"}

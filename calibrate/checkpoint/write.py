@@ -1,5 +1,6 @@
 """Scales into a checkpoint: everything of the source, linked, plus the scales, the config that makes engines load them, and provenance."""
 
+import json
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,8 +123,8 @@ def _provenance(source: SourceCheckpoint, scales: Scales, making: Path) -> dict[
         "statistics": scales.statistics_digest,
         "options": scales.options.model_dump(),
         "model": {"fingerprint": source.fingerprint, "config_sha256": sha256_file(source.path / "config.json")},
-        "counted": scales.counted,
-        "runs": list(scales.provenance),
+        "counted": dict(sorted(scales.counted.items())),
+        "runs": json.loads(json.dumps(scales.provenance, sort_keys=True)),  # one order of keys, whether they come from memory or a file
         "warnings": list(scales.warnings),
         "files": {name: sha256_file(making / name) for name in files},
     }

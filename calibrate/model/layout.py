@@ -101,17 +101,18 @@ def probe_layout(model: PreTrainedModel) -> CacheLayout:
     """
     config = model.config.get_text_config(decoder=True)
     probe = _Probe(model)
-    cache = PassingCache(config, probe.on_update)
-    windows = [getattr(layer, "sliding_window", None) for layer in cache.layers]
     tokens = torch.arange(_PROBE_TOKENS, device=model.device).unsqueeze(0) % config.vocab_size
     try:
+        cache = PassingCache(config, probe.on_update)
         with torch.inference_mode(), watched_attention(model, probe.on_attention):
             model(input_ids=tokens, past_key_values=cache, use_cache=True)
     except CalibrateError:
         raise
     except Exception as error:  # from the model's own code
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise UsageError(f"{type(model).__name__} cannot run {_PROBE_TOKENS} tokens with its config: {reason}") from error
+        where = model.name_or_path or type(model).__name__
+        raise UsageError(f"{where} cannot run {_PROBE_TOKENS} tokens with its config: {reason}") from error
+    windows = [getattr(layer, "sliding_window", None) for layer in cache.layers]
     if not probe.written:
         raise UsageError(f"{type(model).__name__} wrote nothing to a KV cache: it is no decoder with attention layers")
     latent_rank = getattr(config, "kv_lora_rank", None)

@@ -149,7 +149,7 @@ def _read_json(path: Path, why: str) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise UsageError(f"no {path.name} in {path.parent}: {why}") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{path} is not readable JSON: {error}") from error
     if not isinstance(value, dict):
         raise UsageError(f"{path} holds no JSON object")

@@ -1,5 +1,6 @@
 """The vLLM engine: real FP8 kernels, one child process a session, the scales proven loaded before anything is measured."""
 
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -102,7 +103,8 @@ class VllmEngine(_Settings):
 
     Attributes:
         source: the checkpoint, without or with scales of its own (a variant's replace them).
-        folder: where variants are written. overlay: writes one there, weights linked, and returns its folder (`evaluate.baselines.overlay`).
+        folder: where a variant is written while its session lasts, best on the file system of the weights, which are linked.
+        overlay: writes a variant as the folder it is given and returns the checkpoint to serve (`evaluate.baselines.overlay` on a source).
         attention_backend: vLLM's name ("FLASH_ATTN", "TRITON_ATTN"); None lets vLLM choose. The same for the 16-bit cache and FP8.
         max_model_len: longest row, or prompt with its answer, in tokens; at most the model's own.
         max_num_batched_tokens: tokens of one prefill step, so that later tokens attend to a cache that was quantized.
@@ -125,14 +127,16 @@ class VllmEngine(_Settings):
         check_parallel(self.tensor_parallel_size, cuda)
         if variant.scales is not None:
             _check_runs_fp8(self.source.config, cuda)
-        checkpoint = self.overlay(variant, self.folder)
         longest = min(self.max_model_len, longest_context(self.source.config) or self.max_model_len)
-        job = {"arguments": self._arguments(checkpoint, variant, longest, cuda)}
-        note(f"starting {distribution} with the {variant.name} cache of {self.source.path.name}")
-        with conversation(_CHILD, job, self.timeout, engine_env(self.tensor_parallel_size, cuda) | {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}) as child:
-            ranks = child.hello["ranks"]
-            _check_cache(ranks, variant, checkpoint)
-            yield VllmSession(child, self._info(child.hello, distribution, variant), longest)
+        env = engine_env(self.tensor_parallel_size, cuda) | {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="variant-", dir=self.folder) as place:
+            checkpoint = self.overlay(variant, Path(place) / variant.name)
+            job = {"arguments": self._arguments(checkpoint, variant, longest, cuda)}
+            note(f"starting {distribution} with the {variant.name} cache of {self.source.path.name}")
+            with conversation(_CHILD, job, self.timeout, env) as child:
+                _check_cache(child.hello["ranks"], variant, checkpoint)
+                yield VllmSession(child, self._info(child.hello, distribution, variant), longest)
 
     def _arguments(self, checkpoint: Path, variant: Variant, longest: int, cuda: bool) -> dict[str, Any]:
         arguments: dict[str, Any] = {

@@ -142,7 +142,7 @@ def _run(model: Path, dtype: str, options: BenchOptions, cuda: bool) -> dict[str
 
 
 def _throughput_load(options: BenchOptions) -> list[str]:
-    size = ["--input-len", str(options.input_len), "--output-len", str(options.output_len), "--num-prompts", str(options.num_prompts)]
+    size = ["--random-input-len", str(options.input_len), "--random-output-len", str(options.output_len), "--num-prompts", str(options.num_prompts)]
     return ["--dataset-name", "random", *size, "--num-warmups", str(min(8, options.num_prompts))]
 
 

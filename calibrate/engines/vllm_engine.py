@@ -104,7 +104,7 @@ class VllmEngine(_Settings):
     Attributes:
         source: the checkpoint, without or with scales of its own (a variant's replace them).
         folder: where a variant is written while its session lasts, best on the file system of the weights, which are linked.
-        overlay: writes a variant as the folder it is given and returns the checkpoint to serve (`evaluate.baselines.overlay` on a source).
+        overlay: writes a variant in the folder it is given and returns the checkpoint to serve (`evaluate.baselines.overlay` makes one).
         attention_backend: vLLM's name ("FLASH_ATTN", "TRITON_ATTN"); None lets vLLM choose. The same for the 16-bit cache and FP8.
         max_model_len: longest row, or prompt with its answer, in tokens; at most the model's own.
         max_num_batched_tokens: tokens of one prefill step, so that later tokens attend to a cache that was quantized.
@@ -131,7 +131,7 @@ class VllmEngine(_Settings):
         env = engine_env(self.tensor_parallel_size, cuda) | {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
         self.folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="variant-", dir=self.folder) as place:
-            checkpoint = self.overlay(variant, Path(place) / variant.name)
+            checkpoint = self.overlay(variant, Path(place))
             job = {"arguments": self._arguments(checkpoint, variant, longest, cuda)}
             note(f"starting {distribution} with the {variant.name} cache of {self.source.path.name}")
             with conversation(_CHILD, job, self.timeout, env) as child:
@@ -152,7 +152,10 @@ class VllmEngine(_Settings):
         if self.attention_backend is not None:
             arguments["attention_backend"] = self.attention_backend
         cache_bytes = self.kv_cache_memory_bytes or (None if cuda else _CPU_CACHE_BYTES)
-        arguments |= {"gpu_memory_utilization": self.gpu_memory_utilization} if cache_bytes is None else {"kv_cache_memory_bytes": cache_bytes}
+        if cache_bytes is not None:
+            arguments["kv_cache_memory_bytes"] = cache_bytes
+        if cuda:  # with a fixed cache it only says how much must be free at the start
+            arguments["gpu_memory_utilization"] = self.gpu_memory_utilization
         if any(name in self.source.config for name in ("vision_config", "audio_config")):
             arguments["limit_mm_per_prompt"] = {"image": 0, "video": 0, "audio": 0}
         return arguments

@@ -35,7 +35,7 @@ def overlay(source: Path):
         if variant.scales is None:
             return source
         tensors = {f"{layer.module}.{kind}_scale": scale for layer in variant.scales.layers for kind, scale in layer.items()}
-        return calibrated(source, folder, tensors, "tensor")
+        return calibrated(source, folder / variant.name, tensors, "tensor")
 
     return write
 
@@ -163,7 +163,7 @@ def test_scales_that_vllm_does_not_hold_end_the_session(tmp_path):
 
     def unlisted(variant: Variant, folder: Path) -> Path:
         tensors = {f"{layer.module}.{kind}_scale": scale for layer in variant.scales.layers for kind, scale in layer.items()}
-        return calibrated(source, folder, tensors, "tensor", listed=False)
+        return calibrated(source, folder / variant.name, tensors, "tensor", listed=False)
 
     engine = VllmEngine(
         SourceCheckpoint.open(source), folder=tmp_path / "variants", overlay=unlisted, max_model_len=64, kv_cache_memory_bytes=64 << 20

@@ -1,5 +1,6 @@
 """The engine that runs everywhere: transformers, with an FP8 cache emulated exactly (`quantized_cache`)."""
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from importlib.metadata import version
@@ -49,6 +50,13 @@ class TransformersEngine:
         self.source, self.block, self.quantize_queries = source, block, quantize_queries
         self.model = load_model(source, device=chosen, dtype=compute_dtype(source, chosen, dtype), trust_remote_code=trust_remote_code)
         self.layout = probe_layout(self.model)
+
+    def release(self) -> None:
+        """Let go of the model: another engine may need the device's memory. No session can be opened after it."""
+        del self.model
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
     @contextmanager
     def session(self, variant: Variant) -> Iterator["TransformersSession"]:

@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from calibrate.checkpoint.twins import write_twin
 from calibrate.errors import UsageError
 from calibrate.model import SourceCheckpoint, load_model, probe_layout
-from calibrate.model.twins import write_twin
 from tests.tiny import VOCAB, edit_config, tiny_checkpoint
 
 TOKENS = torch.arange(40).unsqueeze(0) * 37 % VOCAB

@@ -20,9 +20,9 @@ ARROWS: dict[str, set[str]] = {
     "kvarn": {"statistics"},
     "checkpoint": {"model", "scales", "statistics", "kvarn"},
     "engines": {"checkpoint", "model", "scales", "statistics"},  # the transformers engine loads models and quantizes their cache
-    "evaluate": {"engines", "corpus", "model", "checkpoint", "scales", "statistics"},  # it makes the baselines that it compares with
+    "evaluate": {"engines", "corpus", "model", "checkpoint", "collect", "scales", "statistics"},  # it makes the baselines that it compares with
     "gate": {"evaluate", "engines", "checkpoint", "model", "scales", "statistics"},  # it reads what these wrote; it runs none of them
-    "report": set(),
+    "report": {"gate", "evaluate", "scales", "statistics"},  # their results and how those are read; it computes none
     "recipes": {"scales"},
     "inspection": {"checkpoint", "scales", "statistics"},
 }

@@ -28,7 +28,7 @@ def population(x: torch.Tensor) -> Population:
 
 
 def solved(x: torch.Tensor, **options) -> np.ndarray:
-    chosen = PolicyOptions(**options)
+    chosen = PolicyOptions(**{"margin": 1.0, **options})
     return POLICIES[chosen.policy](population(x), FORMATS[chosen.number_format], chosen)
 
 

@@ -26,3 +26,20 @@ def gate(checkpoint: Path, policy: Path | None, junit: Path | None, markdown: Pa
     show(as_json, verdict.as_dict(), lambda: render.terminal(verdict))
     if not verdict.passed:
         sys.exit(1)
+
+
+@click.command()
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.option("--output", "-o", type=click.Path(path_type=Path), help="HTML file to write. Default: kv_calibration/report.html in the checkpoint.")
+@click.option("--markdown", type=click.Path(path_type=Path), help="Write a section for the model card here, as Markdown.")
+@click.option("--policy", type=click.Path(path_type=Path), help="Policy of the verdict in the report. Default: the shipped one.")
+@click.option("--json", "as_json", is_flag=True, help="Print what was written, and the verdict, as JSON on stdout.")
+def report(checkpoint: Path, output: Path | None, markdown: Path | None, policy: Path | None, as_json: bool) -> None:
+    """Write one self-contained HTML file about CHECKPOINT: decision, needles, ranges, fidelity, provenance, what was not tested."""
+    from rich.text import Text
+
+    from calibrate.cli import _show as show
+    from calibrate.report.write import write_report
+
+    written = write_report(checkpoint, output, markdown=markdown, policy_file=policy)
+    show(as_json, written.as_dict(), lambda: Text(written.sentence))

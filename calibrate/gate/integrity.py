@@ -12,7 +12,7 @@ from calibrate.gate.verdict import Outcome, judged
 from calibrate.model.source import SCALES_FILE
 
 _MOST = 3
-_EDITABLE = {"README.md"}  # the model card is for people to complete
+EDITABLE = {"README.md"}  # the model card is for people to complete
 
 
 def _some(names: list[str]) -> str:
@@ -79,7 +79,7 @@ def _usable(values: np.ndarray) -> np.ndarray:
 
 def provenance_files(material: Material, policy: Policy) -> Outcome:
     """The files that kv-calibrate wrote are as it wrote them: SHA-256 of each against provenance.json."""
-    recorded = {name: digest for name, digest in material.provenance["files"].items() if name not in _EDITABLE}
+    recorded = {name: digest for name, digest in material.provenance["files"].items() if name not in EDITABLE}
     absent = [name for name in recorded if not (material.checkpoint / name).is_file()]
     changed = [name for name, digest in recorded.items() if name not in absent and sha256_file(material.checkpoint / name) != digest]
     reasons = [f"missing: {_some(absent)}"] * bool(absent) + [f"changed since they were written: {_some(changed)}"] * bool(changed)

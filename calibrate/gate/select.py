@@ -19,7 +19,7 @@ def wanted(policy: Policy) -> list[str]:
 def absent(kind: str, policy: Policy) -> str:
     """That there is no such evidence, and which command makes it."""
     names = READBACK_FILE if kind == "readback" else " or ".join(f"{kind}-{engine}.json" for engine in policy.engines)
-    return f"no {names} in {FOLDER}: run `kv-calibrate {COMMANDS[kind]}`"
+    return f"no {names} in {FOLDER}: run kv-calibrate {COMMANDS[kind]}"
 
 
 def usable(material: Material, policy: Policy, kind: str) -> Found[Any]:

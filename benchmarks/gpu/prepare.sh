@@ -6,6 +6,9 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 for folder in .gpu/*/; do
   folder=${folder%/}
+  done=/tmp/gpu/done/$(basename "$folder")
+  if [ -e "$done" ]; then continue; fi  # brought by an earlier call
+  mkdir -p /tmp/gpu/done
   if [ -f "$folder/unpack.sh" ]; then
     bash "$folder/unpack.sh"
   elif [ -f "$folder/chunk" ]; then
@@ -13,5 +16,6 @@ for folder in .gpu/*/; do
     mkdir -p "/tmp/models/${name%-*}.parts"
     cp "$folder/chunk" "/tmp/models/${name%-*}.parts/${name##*-}"
   fi
+  touch "$done"
 done
 ls -d /tmp/gpu/vllm/vllm/*.so /tmp/models/*.parts/* 2>/dev/null || true

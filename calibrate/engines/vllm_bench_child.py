@@ -16,7 +16,7 @@ def measure(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
     import vllm
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    if torch.cpu._is_amx_tile_supported():
+    if not torch.cuda.is_available() and torch.cpu._is_amx_tile_supported():
         torch.cpu._init_amx()  # as extension.request_amx: vLLM's CPU attention uses AMX without asking
     benchmark = importlib.import_module(f"vllm.benchmarks.{job['benchmark']}")
     parser = FlexibleArgumentParser()

@@ -106,6 +106,7 @@ def _observe_all(run: CollectRun, observer: Observer, resume: ResumeState, done:
                 raise KeyboardInterrupt
             bad = _observe_batch(run, observer, batch)
             if bad:
+                resume.discard()  # no later run could go on from here
                 raise UsageError(_nonfinite_message(run, observer, batch, bad))
             done[number] = True
             progress.advance(int(batch.lengths.sum()))

@@ -46,7 +46,7 @@ def load_corpus(options: CorpusOptions, tokenizer: Any, *, vocab_size: int, cont
     if len(samples) < options.samples:
         note(f"corpus: {len(samples)} rows, fewer than the {options.samples} asked for: there is no more text")
     description = {
-        "data": options.data or "default",
+        "data": _shown(options.data or "default"),
         "description": about,
         "sources": [_describe(*each) for each in zip(specs, sources, taken, strict=True)],
         "samples": len(samples),
@@ -157,4 +157,10 @@ def corpus_digest(samples: tuple[Sample, ...]) -> str:
 
 
 def _describe(spec: SourceSpec, source: Source, documents: list[Rows]) -> dict:
-    return {"data": spec.data, "weight": spec.weight, "documents": len(documents), "rows": _rows(documents), **source.describe()}
+    return {"data": _shown(spec.data), "weight": spec.weight, "documents": len(documents), "rows": _rows(documents), **source.describe()}
+
+
+def _shown(data: str) -> str:
+    """A source's name for provenance, which is published with the checkpoint: of a local path only the last part."""
+    path = Path(data).expanduser()
+    return path.resolve().name if path.exists() else data

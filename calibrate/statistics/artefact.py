@@ -124,8 +124,9 @@ class Statistics:
                     raise ValueError(f"{kind} of layer {layer['index']} has no sums of {heads} heads and {channels} channels")
         if any(not isinstance(self.counted[name], int) for name in ("tokens", "documents", "samples")):
             raise TypeError("counted holds no whole numbers")
-        if any(not isinstance(run["model"]["fingerprint"], str) for run in self.provenance):
-            raise TypeError("provenance names no model")
+        for run in self.provenance:
+            if not all(isinstance(name, str) for name in (run["model"]["fingerprint"], run["corpus"]["digest"], run["batches"])):
+                raise TypeError("provenance names no model, corpus or batches")
 
 
 def pack_layers(layers: dict[int, dict[str, Observed]]) -> dict[str, np.ndarray]:
@@ -178,8 +179,8 @@ def merge(files: Sequence[Statistics]) -> Statistics:
             raise UsageError("these statistics are not of the same weights: their model fingerprints differ")
     runs = [run for file in files for run in file.provenance]
     keys = [json.dumps(run, sort_keys=True) for run in runs]
-    if len(set(keys)) != len(keys):
-        raise UsageError("the same collection run appears twice in this merge: its tokens would count double")
+    if len({(run["corpus"]["digest"], run["batches"]) for run in runs}) != len(runs):
+        raise UsageError("the same batches appear twice in this merge: their tokens would count double")
     return Statistics(
         cache_dtype=first.cache_dtype,
         layers={index: {kind: _add([file.layers[index][kind] for file in files]) for kind in kinds} for index, kinds in first.layers.items()},

@@ -129,7 +129,7 @@ def test_reordering_splitting_and_merging_change_no_bit(llama):
     assert _bits(whole) == _bits(merge(parts))
     assert merge(parts).digest() == merge(parts[::-1]).digest()
     assert merge(parts).counted["tokens"] == whole.counted["tokens"] == sum(LENGTHS)
-    with pytest.raises(UsageError, match="appears twice"):
+    with pytest.raises(UsageError, match="appear twice"):
         merge([parts[0], parts[0]])
 
 

@@ -203,9 +203,9 @@ def test_moments_of_an_observation_equal_numpys(tmp_path):
 
 def test_merge_refuses_what_does_not_belong_together():
     one = planted(seed=1)
-    with pytest.raises(UsageError, match="appears twice"):
+    with pytest.raises(UsageError, match="appear twice"):
         merge([one, planted(seed=1)])
-    with pytest.raises(UsageError, match="appears twice"):
+    with pytest.raises(UsageError, match="appear twice"):
         merge([merge([one, planted(seed=2)]), one])
     with pytest.raises(UsageError, match="cache layouts or cache types"):
         merge([one, planted(seed=2, layers=3)])

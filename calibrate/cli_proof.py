@@ -71,7 +71,7 @@ def table(result: "CompareResult", ladder: "Ladder", path: Path) -> "RenderableT
     caption = "95% intervals by paired bootstrap over documents; KL is a lower bound"
     grid = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
     for name in ("cache", "perplexity", "ratio to 16-bit", "|Δ log p|", "KL mean", "KL p99", "top-1", "saturated", "underflow", "least SNR"):
-        grid.add_column(name, justify="left" if name == "cache" else "right")
+        grid.add_column(name, justify="left" if name == "cache" else "right", no_wrap=name == "cache", overflow="fold")
     for each in result.fidelity:
         rows = [row for row in result.held_out if row.variant == each.variant]
         grid.add_row(

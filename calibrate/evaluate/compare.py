@@ -65,10 +65,11 @@ class CompareOptions(BaseModel):
 
 @dataclass(frozen=True)
 class _Subjects:
-    """All that is compared, and what the model itself showed."""
+    """All that is compared, what the model itself showed, and the digests of its weight files."""
 
     variants: tuple[Variant, ...]
     held_out: tuple[HeldOut, ...]
+    weights: list[dict[str, Any]]
 
 
 def evidence_path(checkpoint: Path, engine: EngineName) -> Path:
@@ -105,7 +106,7 @@ def run_compare(checkpoint: Path, options: CompareOptions, extra: Mapping[str, P
     subjects = _look_inside(source, local, corpus, options, extra or {})
     path = evidence_path(checkpoint, options.engine)
     with _engine(source, local, options) as engine:
-        fidelities, parts = _score_all(engine, subjects.variants, corpus, path, _plan(source, corpus, options), options)
+        fidelities, parts = _score_all(engine, subjects.variants, corpus, path, _plan(subjects.weights, corpus, options), options)
     result = CompareResult(
         subject=subject,
         model=checkpoint.resolve().name,
@@ -137,7 +138,8 @@ def _look_inside(
     observed = collect(prepare(local.model, source, corpus))
     rows = [sample.tokens for sample in corpus.samples[: options.attention_rows]]
     errors = attention_errors(local.model, local.layout, rows, variants, CACHE_DTYPES[cache_dtype_of(source)].dtype) if rows else None
-    return _Subjects(variants, held_out(observed, variants, calibration=_calibration(source), attention=errors))
+    rows_held_out = held_out(observed, variants, calibration=_calibration(source), attention=errors)
+    return _Subjects(variants, rows_held_out, observed.provenance[0]["model"]["weights"])
 
 
 def _calibration(source: SourceCheckpoint) -> Statistics | None:
@@ -211,14 +213,13 @@ def _score_all(
     return tuple(results), list(files.values())
 
 
-def _plan(source: SourceCheckpoint, corpus: Corpus, options: CompareOptions) -> dict[str, Any]:
+def _plan(weights: list[dict[str, Any]], corpus: Corpus, options: CompareOptions) -> dict[str, Any]:
     """All that fixes the scores of a variant, but for the variant."""
     versions = {name: version(name) for name in ("torch", "transformers")}
     if options.engine == "vllm":
         from calibrate.engines.host import vllm_distribution
 
         versions["vllm"] = vllm_distribution()
-    weights = {"fingerprint": source.fingerprint, "files": source.weight_digests()}
     return {"weights": weights, "corpus": corpus.digest, "options": options.model_dump(exclude={"timeout"}), "versions": versions}
 
 

@@ -141,6 +141,49 @@ def test_a_checkpoint_of_nobody(tmp_path):
         run_compare(tiny_checkpoint(tmp_path / "m"), TINY)
 
 
+def test_vllm_is_given_linked_checkpoints(result, checkpoint, monkeypatch):
+    """All but vLLM itself: an engine that loads each overlay from disk, as vLLM does, and emulates its cache, comes to the same figures."""
+    from calibrate.engines import vllm_engine
+    from calibrate.engines.transformers_engine import TransformersEngine
+    from calibrate.model import SourceCheckpoint
+
+    opened = {}
+
+    class Loader:
+        def __init__(self, *, source, folder, overlay, **options):
+            assert options["max_model_len"] == TINY.sequence_length
+            self.folder, self.overlay = folder, overlay
+
+        def session(self, variant):
+            path = self.overlay(variant, self.folder)
+            opened[variant.name] = path
+            return TransformersEngine(SourceCheckpoint.open(path), device="cpu").session(variant)
+
+    monkeypatch.setattr(vllm_engine, "VllmEngine", Loader)
+    monkeypatch.setattr(compare_module, "_check_vllm", lambda source: None)
+    monkeypatch.setattr("calibrate.engines.host.vllm_distribution", lambda: "vllm 0")
+    found = run_compare(checkpoint, TINY.model_copy(update={"engine": "vllm"}))
+    assert [each.documents for each in found.fidelity] == [each.documents for each in result.fidelity]
+    assert list(opened) == [each.variant for each in result.fidelity]
+    assert not any(path.exists() for path in opened.values())
+    assert load(CompareResult, evidence_path(checkpoint, "vllm")) == found
+
+
+def test_a_host_without_fp8_kernels_says_so(checkpoint):
+    from calibrate.engines.host import choose_kv_dtype, uses_cuda, vllm_distribution
+    from calibrate.errors import HostError
+
+    try:
+        able = choose_kv_dtype(json.loads((checkpoint / "config.json").read_text()), uses_cuda(vllm_distribution())).kv_cache_dtype == "fp8"
+    except HostError:
+        able = False
+    if able:
+        pytest.skip("this host runs FP8 kernels")
+    shown = CliRunner().invoke(main, ["compare", str(checkpoint), "--engine", "vllm"])
+    assert shown.exit_code == 3, shown.output
+    assert len(shown.stderr.strip().splitlines()) == 1
+
+
 # ---- known answers on real weights ----------------------------------------------------------------------------------------------------
 
 

@@ -122,3 +122,36 @@ def test_a_very_large_loss_stays_a_number():
     lost = TokenScores(np.full_like(first.logprob, -2000.0), first.top_ids, first.top_logprobs)
     result = fidelity("x", INFO, [lost, lost], [first, first], [0, 1])
     assert np.isfinite([result.perplexity, result.perplexity_ratio.value, result.perplexity_ratio.high]).all()
+
+
+def test_the_bound_against_the_exact_divergence_of_a_model(tmp_path):
+    """A real forward with a coarse FP8 cache: 64 of 256 tokens are listed, the exact figure takes all."""
+    import torch
+
+    from calibrate.collect import collect
+    from calibrate.engines.quantized_cache import CacheQuantizer, QuantizedCache
+    from calibrate.engines.session import Variant
+    from calibrate.engines.transformers_engine import TransformersEngine
+    from calibrate.model import SourceCheckpoint
+    from calibrate.scales import PolicyOptions, solve
+    from tests.conftest import collect_run, rows_corpus
+    from tests.tiny import tiny_checkpoint
+
+    path = tiny_checkpoint(tmp_path / "m")
+    statistics = collect(collect_run(path, rows_corpus([60])))
+    engine = TransformersEngine(SourceCheckpoint.open(path), device="cpu", dtype="float32", quantize_queries=False)
+    with torch.no_grad():
+        engine.model.lm_head.weight.mul_(6.0)  # a trained model is surer than a random one
+    row = rows_corpus([200], seed=3).samples[0].tokens.tolist()
+    listed, exact = [], []
+    for variant in (Variant("16-bit", None), Variant("fp8", solve(statistics, PolicyOptions(number_format="e5m2")))):
+        with engine.session(variant) as session:
+            listed.append(session.score([row])[0])
+        cache = QuantizedCache(engine.model.config, CacheQuantizer(engine.layout, variant, torch.bfloat16, engine.model))
+        with torch.inference_mode():
+            logits = engine.model(torch.tensor([row[:-1]]), past_key_values=cache).logits[0]
+        exact.append(logits.double().log_softmax(-1).numpy())
+    true = (np.exp(exact[0]) * (exact[0] - exact[1])).sum(axis=1)
+    bound = kl_lower_bound(*listed)
+    assert (bound <= true + 1e-6).all()
+    assert bound.mean() > 0.9 * true.mean() > 1e-3

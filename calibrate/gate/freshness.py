@@ -39,12 +39,12 @@ def evidence_subject(material: Material, policy: Policy) -> Outcome:
 
 
 def evidence_engine(material: Material, policy: Policy) -> Outcome:
-    """Results were made by the engine version installed here, or by one that the policy lists."""
+    """Results were made by the engine version installed here, or by one that the policy lists; what it ran on (", torch 2.13.0") may differ."""
     made = _engines(material, policy)
     if not made:
         return Outcome("missing", "there is no result of an engine")
     accepted = {*installed(), *policy.accept_versions}
-    reasons = [f"{name} was made by {engine}" for name, engine in made if engine not in accepted]
+    reasons = [f"{name} was made by {engine}" for name, engine in made if not {engine, engine.partition(", ")[0]} & accepted]
     limit = " or ".join(sorted(accepted)) or "no engine is installed here and the policy lists none"
     if reasons:
         return Outcome("fail", f"{'; '.join(dict.fromkeys(reasons))}, which is neither installed here nor accepted by the policy", limit)
@@ -81,4 +81,4 @@ def _infos(result) -> list[EngineInfo]:
 
 
 def _checked(info: EngineInfo, asked: str) -> str:
-    return info.version if info.engine == asked else f"{info.version} ({info.engine} in a file named for {asked})"
+    return info.version if info.engine == asked else f"{info.engine} in a file named for {asked} ({info.version})"

@@ -82,7 +82,7 @@ def _engines(results: Shown) -> list[str]:
     if not any(info.engine == "vllm" for info in infos):
         return ["Real FP8 kernels: all figures are the transformers engine's, which casts as they do; vLLM was not run for them."]
     ran = {info.attention_backend for info in infos if info.engine == "vllm"}
-    other = [backend for backend in _BACKENDS if backend not in ran]
+    other = [backend for backend in _BACKENDS if not any(backend in name for name in ran)]
     return [f"Attention backends: vLLM ran {', '.join(sorted(ran))}, not {', '.join(other)}."] if other else []
 
 

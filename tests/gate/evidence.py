@@ -36,7 +36,7 @@ from tests.conftest import collect_run, rows_corpus
 
 ENGINE = EngineInfo(
     engine="transformers",
-    version=f"transformers {version('transformers')}",
+    version=f"transformers {version('transformers')}, torch {version('torch')}",
     attention_backend="sdpa",
     kv_cache_dtype="e4m3",
     compute_dtype="bfloat16",

@@ -147,14 +147,14 @@ def test_what_was_not_tested_follows_from_the_evidence(passing):
 
 
 def test_backends_and_lengths_left_out(checkpoint):
-    engine = ENGINE.model_copy(update={"engine": "vllm", "version": installed_vllm(), "attention_backend": "FLASH_ATTN"})
+    engine = ENGINE.model_copy(update={"engine": "vllm", "version": installed_vllm(), "attention_backend": "FLASH_ATTN (FA3)"})
     add_evidence(checkpoint, engine)
     short = {"16-bit": (), "unit": (), "calibrated": ()}
     short = {name: tuple(cell for cell in cells_of() if cell.length < 512) for name in short}
     save(needles_of(checkpoint, engine, **short), checkpoint / FOLDER / "niah-vllm.json")
     (checkpoint / FOLDER / "niah-transformers.json").unlink()
     text = page(checkpoint)[0].text["untested"]
-    assert "vLLM ran FLASH_ATTN, not TRITON_ATTN, FLASHINFER" in text
+    assert "vLLM ran FLASH_ATTN (FA3), not TRITON_ATTN, FLASHINFER" in text
     assert "Prompts beyond 256 tokens: the model's context is 512, so 50% of it holds no needle." in text
 
 

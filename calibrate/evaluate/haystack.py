@@ -23,9 +23,9 @@ _NEAR = 4  # words before the found beginning that are tried too
 _LONGEST_DOCUMENT = 1 << 26  # characters of one document that are read at most
 # A sentence ends at . ! ? before white space and no small letter, at 。！？ anywhere (closing quotes and brackets included), or at an empty line.
 _SENTENCE_END = re.compile(r"""[.!?]["'”’)\]]*\s+(?![a-z\s])|[。！？]["'”’』」）)\]]*\s*|\n[ \t]*\n\s*""")
-# Where a text may begin: at letters or digits, or at any letter of a script that is written without spaces.
+# Where a text may begin: at a word, at a mark, or at any letter of a script that is written without spaces.
 _UNSPACED = r"\u2e80-\u9fff\uac00-\ud7af\uf900-\ufaff\uff00-\uffef"
-_WORD = re.compile(rf"[{_UNSPACED}]|[^\W_{_UNSPACED}]+")
+_WORD = re.compile(rf"[{_UNSPACED}]|[^\W_{_UNSPACED}]+|[^\w\s]|_")
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,7 @@ class Prompter:
                 add_generation_prompt=True,
                 tokenize=True,
                 return_dict=True,
+                tokenizer_kwargs={"verbose": False},  # a prompt that is too long is refused by its asker
                 enable_thinking=False,
                 date_string=_TODAY.strftime("%d %b %Y"),
                 strftime_now=_TODAY.strftime,

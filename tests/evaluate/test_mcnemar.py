@@ -54,8 +54,8 @@ def test_mcnemar_refuses():
 
 
 def _cell(number: int, hit: bool, **changes) -> Cell:
-    values = {"task": "single", "language": "en", "length": 512, "depth": 0.5, "needle": "a", "seed": number, "hit": hit, "expected": ("x",), "output": ""}
-    return Cell(**(values | changes))
+    values = {"task": "single", "language": "en", "length": 512, "depth": 0.5, "needle": "a", "seed": number, "expected": ("x",), "output": ""}
+    return Cell(hit=hit, **(values | changes))
 
 
 def test_cells_are_paired_by_question_not_by_order():

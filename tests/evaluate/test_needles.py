@@ -100,7 +100,7 @@ def test_answers_follow_from_the_statements(language, seed):
     held: dict[str, str] = {}
     for each in sorted(asked.hidden, key=lambda each: each.depth):  # reading order: every source is assigned before it is used
         name, source = re.findall(r"\b(?:[A-Z]{4}|\d{6})\b", each.statement, re.ASCII)
-        held[name] = held[source] if source in held else source
+        held[name] = held.get(source, source)
     assert {name for name, got in held.items() if got == value} == set(asked.expected)
     assert {name for name, got in held.items() if got != value} == set(asked.forbidden)
     assert len(asked.expected) == HOPS

@@ -63,7 +63,7 @@ class _WithoutSums(Observer):
 def main() -> None:
     if sys.argv[1:2] == ["--child"]:
         return print(json.dumps(_memory(sys.argv[2], sys.argv[3])))
-    options = arguments(__doc__, samples=24, sequence_length=1024, repeats=2, shape_samples=32, shape_length=512)
+    options = arguments(__doc__, samples=12, sequence_length=1024, repeats=2, shape_samples=16, shape_length=512)
     rows, data = [], {}
     for name, dtype in DTYPES.items():
         run = _run(dtype, options.samples, options.sequence_length)

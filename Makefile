@@ -16,7 +16,7 @@ ifneq ($(filter-out auto $(INSTALLED),$(KV_CALIBRATE_ENGINE)),)
 REMAKE := remake
 endif
 
-.PHONY: help remake calibrate verify inspect doctor test test-fast lint bench clean
+.PHONY: help remake calibrate verify compare niah gate report inspect doctor test test-fast lint bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -30,6 +30,18 @@ $(call opt,policy,POLICY)$(call opt,granularity,GRANULARITY) $(ARGS)
 
 verify: .venv/.ready ## vLLM reads back every scale of CHECKPOINT=
 	$(call need,CHECKPOINT,FOLDER)$(CLI) verify $(call q,CHECKPOINT) $(ARGS)
+
+compare: .venv/.ready ## CHECKPOINT= against the 16-bit cache, scale 1.0 and random-token scales [DATA=]
+	$(call need,CHECKPOINT,FOLDER)$(CLI) compare $(call q,CHECKPOINT)$(call opt,data,DATA) $(ARGS)
+
+niah: .venv/.ready ## needles in haystacks with CHECKPOINT='s cache and the 16-bit one
+	$(call need,CHECKPOINT,FOLDER)$(CLI) niah $(call q,CHECKPOINT) $(ARGS)
+
+gate: .venv/.ready ## yes or no, with reasons, for CHECKPOINT= [POLICY=FILE]
+	$(call need,CHECKPOINT,FOLDER)$(CLI) gate $(call q,CHECKPOINT)$(call opt,policy,POLICY) $(ARGS)
+
+report: .venv/.ready ## one HTML page of all evidence about CHECKPOINT=
+	$(call need,CHECKPOINT,FOLDER)$(CLI) report $(call q,CHECKPOINT) $(ARGS)
 
 inspect: .venv/.ready ## scales, ranges and warnings of CHECKPOINT= (a checkpoint or a statistics file)
 	$(call need,CHECKPOINT,PATH)$(CLI) inspect $(call q,CHECKPOINT) $(ARGS)

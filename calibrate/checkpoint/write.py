@@ -1,6 +1,7 @@
 """Scales into a checkpoint: everything of the source, linked, plus the scales, the config that makes engines load them, and provenance."""
 
 import json
+import re
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from calibrate.statistics import Statistics
 SCHEMA = "kv-calibrate/provenance/1"
 FOLDER = "kv_calibration"
 _OURS = {"config.json", INDEX_FILE, SCALES_FILE, "README.md", FOLDER}
+_TOKENS_OR_PROMPTS = re.compile(r"tokenizer|vocab|merges|special_tokens|added_tokens|chat_template|generation_config")
 _LEFT_OUT = {".git", ".cache", ".gitattributes"}
 
 
@@ -73,6 +75,7 @@ def write_checkpoint(source: SourceCheckpoint, scales: Scales, output: Path, *, 
     names = shard_names(source)
     dropped = {name for name in source.weight_map if EARLIER_SCALES.search(name)}
     index = build_index(source, names, dropped, {name: array.nbytes for name, array in tensors.items()})
+    rewritten = {names[source.weight_map[name]] for name in dropped}
     with folder_in_the_making(output) as making:
         how = _bring_files(source, names, dropped, making)
         write_tensors(making / SCALES_FILE, tensors, {"schema": "kv-calibrate/engine-scales/1", "scales": scales.digest()})
@@ -82,7 +85,7 @@ def write_checkpoint(source: SourceCheckpoint, scales: Scales, output: Path, *, 
         scales.save(making / FOLDER / "scales.safetensors")
         if statistics is not None:
             statistics.save(making / FOLDER / "statistics.safetensors")
-        write_json(making / FOLDER / "provenance.json", _provenance(source, scales, making))
+        write_json(making / FOLDER / "provenance.json", _provenance(source, scales, making, rewritten))
     return Written(output, tensors, dict(how))
 
 
@@ -115,8 +118,10 @@ def _card(source: SourceCheckpoint) -> str:
     return resolved(path, source.path).read_bytes().decode("utf-8", errors="replace") if path.is_file() else ""  # bytes: line ends stay
 
 
-def _provenance(source: SourceCheckpoint, scales: Scales, making: Path) -> dict[str, Any]:
-    files = [SCALES_FILE, "config.json", INDEX_FILE, "README.md", *(f"{FOLDER}/{path.name}" for path in sorted((making / FOLDER).iterdir()))]
+def _provenance(source: SourceCheckpoint, scales: Scales, making: Path, rewritten: set[str]) -> dict[str, Any]:
+    """Who wrote what from what. Digests of written files, of shards that had to be rewritten, and of what decides on tokens and prompts."""
+    ours = [SCALES_FILE, "config.json", INDEX_FILE, "README.md", *(f"{FOLDER}/{path.name}" for path in (making / FOLDER).iterdir())]
+    files = sorted({*ours, *rewritten, *(path.name for path in making.iterdir() if _TOKENS_OR_PROMPTS.match(path.name))})
     return {
         "schema": SCHEMA,
         "scales": scales.digest(),

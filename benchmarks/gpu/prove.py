@@ -30,7 +30,8 @@ from calibrate.evaluate.results import SIXTEEN_BIT, Cell, NeedleVariant
 from calibrate.model import SourceCheckpoint, load_tokenizer
 from calibrate.pipeline import JobOptions, collect_statistics
 from calibrate.recipes import choose_recipe
-from calibrate.scales import solve
+from calibrate.scales import PolicyOptions, solve
+from calibrate.statistics import Statistics
 from calibrate.trials import EngineChoice, random_statistics
 
 TWINS = {"base": None, "twin-k": ("k", 64.0), "twin-v": ("v", 2.0**-12)}
@@ -69,6 +70,14 @@ def checkpoints(model: Path, twin: str, work: Path, device: str) -> dict[str, Pa
             policy = options.model_copy(update={"granularity": granularity}).scales(recipe)
             write_checkpoint(source, solve(statistics, policy), path, statistics=statistics, force=True)
     return found
+
+
+def amax_scales(checkpoint: Path, granularity: str) -> Path:
+    """A scales file of amax/448 from the same statistics: what other tools write."""
+    path = checkpoint.parent / f"amax-{granularity}.safetensors"
+    statistics = Statistics.load(checkpoint / "kv_calibration" / "statistics.safetensors")
+    solve(statistics, PolicyOptions(policy="amax", margin=1.0, granularity=granularity)).save(path)
+    return path
 
 
 def load_for(checkpoint: Path, arguments: argparse.Namespace) -> Load:
@@ -113,7 +122,8 @@ def jobs_of(calibrated: dict[str, Path], load: Load, arguments: argparse.Namespa
             gpu_memory_utilization=0.1,
             kv_cache_memory_bytes=2 << 30,
         )
-        for variant in build_variants(source, checkpoint_scales(source), random):
+        amax = {"amax": amax_scales(calibrated[granularity], granularity)}
+        for variant in build_variants(source, checkpoint_scales(source), random, extra=amax):
             if not arguments.variants or variant.name in arguments.variants:
                 yield (backend, granularity), engine, variant
 

@@ -55,7 +55,12 @@ def judged(calibration: Statistics, held_out: Statistics, options: dict | None) 
         of_kind = [row for row in table if row.kind == kind]
         snr = np.array([row.snr_db if options else row.unit_snr_db for row in of_kind])
         saturated = np.array([row.saturated if options else row.unit_saturated for row in of_kind])
-        result[kind] = {"mean_db": float(snr.mean()), "least_db": float(snr.min()), "layers": int((saturated > 0).sum()), "most": float(saturated.max())}
+        result[kind] = {
+            "mean_db": float(snr.mean()),
+            "least_db": float(snr.min()),
+            "layers": int((saturated > 0).sum()),
+            "most": float(saturated.max()),
+        }
     return result
 
 

@@ -122,7 +122,9 @@ def _warnings(statistics: Statistics, scales: Scales) -> tuple[str, ...]:
         before, after = row.amax_growth[1], row.amax_growth[2]
         headroom = row.scale * FORMATS[scales.options.number_format].max / row.amax if row.amax else float("inf")
         if before and after / before > _GROWTH and headroom < (after / before) ** 2:
-            found.append(f"{name}: amax grew by {after / before - 1:.0%} in the second half of the corpus and headroom is {headroom:.2f}×: use more text")
+            found.append(
+                f"{name}: amax grew by {after / before - 1:.0%} in the second half of the corpus and headroom is {headroom:.2f}×: use more text"
+            )
         if row.saturated > 0:
             found.append(f"{name}: {row.saturated:.2g} of its elements saturate at scale {row.scale:.4g}")
         if row.underflow > _UNDERFLOW:

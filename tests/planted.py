@@ -50,7 +50,12 @@ def planted(*, seed: int = 0, layers: int = 2, fingerprint: str = "weights", tok
             heads = entry["num_heads" if kind == "q" else "num_key_value_heads"]
             values = rng.normal(size=(heads, tokens, entry["head_dim"])) * spread
             seen.setdefault(index, {})[kind] = observed_of(values, kind=kind)
-    run = {"model": {"fingerprint": fingerprint}, "corpus": {"digest": str(seed), "sources": [{"data": "planted"}]}, "tool": "kv-calibrate test", "batches": str(seed)}
+    run = {
+        "model": {"fingerprint": fingerprint},
+        "corpus": {"digest": str(seed), "sources": [{"data": "planted"}]},
+        "tool": "kv-calibrate test",
+        "batches": str(seed),
+    }
     return Statistics(
         cache_dtype=CACHE_DTYPES["bfloat16"],
         layers=seen,

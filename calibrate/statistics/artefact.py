@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -83,11 +84,11 @@ class Statistics:
 
     def digest(self) -> str:
         """SHA-256 over everything in it: what scales name as their origin."""
-        tensors = pack_layers(self.layers)
-        parts = [json.dumps(self._header(), sort_keys=True).encode()]
-        for name in sorted(tensors):
-            parts += [name.encode(), np.ascontiguousarray(tensors[name]).tobytes()]
-        return sha256_bytes(*parts)
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> str:
+        return _digest_of(pack_layers(self.layers), self._header())
 
     @classmethod
     def load(cls, path: Path) -> "Statistics":
@@ -102,6 +103,9 @@ class Statistics:
                 provenance=tuple(header["provenance"]),
             )
             loaded._check_whole()
+            loaded.__dict__["_digest"] = _digest_of(
+                tensors, loaded._header()
+            )  # of the packed form, which is at hand: packing again costs more than hashing
         except (KeyError, ValueError, TypeError, IndexError, AttributeError) as error:
             raise UsageError(f"{path} is damaged: {type(error).__name__} {error}") from error
         return loaded
@@ -127,6 +131,13 @@ class Statistics:
         for run in self.provenance:
             if not all(isinstance(name, str) for name in (run["model"]["fingerprint"], run["corpus"]["digest"], run["batches"])):
                 raise TypeError("provenance names no model, corpus or batches")
+
+
+def _digest_of(tensors: dict[str, np.ndarray], header: dict[str, Any]) -> str:
+    parts = [json.dumps(header, sort_keys=True).encode()]
+    for name in sorted(tensors):
+        parts += [name.encode(), np.ascontiguousarray(tensors[name]).tobytes()]
+    return sha256_bytes(*parts)
 
 
 def pack_layers(layers: dict[int, dict[str, Observed]]) -> dict[str, np.ndarray]:

@@ -43,7 +43,7 @@ def test_vllm_loads_what_was_written(tmp_path):
         expected[written.path] = written.tensors
         assert len({float(scale.max()) for scale in written.tensors.values()}) > len(written.tensors) // 2, "scales that are all alike prove nothing"
     readbacks = load_scales(paths)
-    failures = {path.name: (one.error, [row for row in one.failures][:3]) for path, one in zip(paths, readbacks, strict=True) if not one.ok}
+    failures = {path.name: (one.error, list(one.failures)[:3]) for path, one in zip(paths, readbacks, strict=True) if not one.ok}
     assert not failures
     for path, one in zip(paths, readbacks, strict=True):
         assert len(one.rows) == len(expected[path])

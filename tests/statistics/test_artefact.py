@@ -52,10 +52,11 @@ def test_a_saved_file_loads_to_the_same_value_and_saving_it_again_gives_the_same
 
 
 def test_the_digest_notices_one_count(tmp_path):
-    statistics = planted()
-    before = statistics.digest()
-    statistics.layers[1]["v"].counts[0, 5] += 1
-    assert statistics.digest() != before
+    changed = planted()
+    changed.layers[1]["v"].counts[0, 5] += 1
+    assert changed.digest() != planted().digest()
+    changed.save(tmp_path / "changed.safetensors")
+    assert Statistics.load(tmp_path / "changed.safetensors").digest() == changed.digest()  # loading takes it from the packed form
 
 
 def test_a_file_does_not_grow_with_the_tokens(tmp_path):

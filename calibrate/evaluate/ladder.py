@@ -20,7 +20,7 @@ class LadderBounds(BaseModel):
     saturated: float = Field(1e-4, ge=0, description="largest acceptable share of clamped elements in any layer and kind, on held-out text")
     underflow: float = Field(0.5, ge=0, description="largest acceptable share of non-zero K or V elements that become zero in any layer")
     significance: float = Field(0.05, gt=0, lt=1, description="of McNemar's test: needles lost against the 16-bit cache beyond chance")
-    nll_tolerance: float = Field(0.005, ge=0, description="nats a token that two levels may differ by and still count as equal")
+    nll_tolerance: float = Field(0.01, ge=0, description="nats a token (1% of perplexity) that two levels may differ by and still count as equal")
     kl_tolerance: float = Field(0.25, ge=0, description="relative difference in KL to the 16-bit cache that still counts as equal")
 
 

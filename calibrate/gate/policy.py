@@ -38,9 +38,9 @@ class _Part(BaseModel):
 class FidelityBounds(_Part):
     """Bounds on the calibrated cache against the 16-bit cache; each is held against the worse end of the 95% interval."""
 
-    kl_mean: float = Field(0.02, gt=0, description="nats per token")
-    perplexity_ratio: float = Field(1.02, gt=0)
-    top1_agreement: float = Field(0.93, ge=0, le=1)
+    kl_mean: float = Field(0.03, gt=0, description="nats per token")
+    perplexity_ratio: float = Field(1.03, gt=0)
+    top1_agreement: float = Field(0.90, ge=0, le=1)
     min_documents: int = Field(8, ge=2, description="fewer make no interval")
 
 

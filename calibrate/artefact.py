@@ -27,7 +27,8 @@ def atomic_path(target: Path) -> Iterator[Path]:
     """
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
+        _remove_leftovers(target)
+        handle, name = tempfile.mkstemp(prefix=f".{target.name}.{os.getpid()}.", suffix=".tmp", dir=target.parent)
     except OSError as error:
         raise UsageError(f"cannot write {target}: {error.strerror or error}") from error
     os.close(handle)
@@ -42,6 +43,33 @@ def atomic_path(target: Path) -> Iterator[Path]:
         raise UsageError(f"cannot write {target}: {error.strerror or error}") from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def discard(target: Path) -> None:
+    """Remove a file that is of no more use, and what killed writers left of it."""
+    target.unlink(missing_ok=True)
+    _remove_leftovers(target)
+
+
+def _remove_leftovers(target: Path) -> None:
+    """Remove what writers of this file that were killed left beside it."""
+    prefix, suffix = f".{target.name}.", ".tmp"
+    for entry in list(target.parent.iterdir()):
+        if entry.name.startswith(prefix) and entry.name.endswith(suffix):
+            number = entry.name.removeprefix(prefix).split(".")[0]
+            if number.isdigit() and process_is_dead(int(number)):
+                entry.unlink(missing_ok=True)
+
+
+def process_is_dead(number: int) -> bool:
+    """Whether no process of this number runs on this host."""
+    try:
+        os.kill(number, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return False
 
 
 def _umask() -> int:

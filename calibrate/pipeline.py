@@ -5,6 +5,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from calibrate.artefact import discard
 from calibrate.checkpoint import Written, check_writable, write_checkpoint
 from calibrate.collect import collect, prepare
 from calibrate.corpus import CorpusOptions, load_corpus
@@ -83,7 +84,7 @@ def run(options: JobOptions, output: Path | None, *, force: bool = False, verify
     statistics = collect_statistics(source, options, recipe, state=state)
     scales = solve(statistics, policy)
     written = write_checkpoint(source, scales, output, statistics=statistics, force=force)
-    state.unlink(missing_ok=True)
+    discard(state)
     readback = verify_checkpoint(output, expected=written.tensors) if verify else None
     if readback is not None:
         save_readback(output, readback)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from calibrate.artefact import read_header
+from calibrate.artefact import discard, read_header
 from calibrate.checkpoint import Written, check_creatable, write_checkpoint
 from calibrate.errors import UsageError
 from calibrate.inspection import Inspection, inspect
@@ -20,7 +20,7 @@ def collect_to_file(options: JobOptions, output: Path, *, force: bool) -> Statis
     state = output.with_name(f".{output.name}.collect-state.safetensors")
     statistics = collect_statistics(source, options, choose_recipe(source.model_type, options.recipe), state=state)
     statistics.save(output)
-    state.unlink(missing_ok=True)
+    discard(state)
     return statistics
 
 

@@ -75,9 +75,8 @@ def place(tmp_path_factory):
     text = "The quick brown fox jumps over the lazy dog and comes home late at night. " * 40
     (folder / "chats.jsonl").write_text("".join(f'{{"text": "{number} {text}"}}\n' for number in range(8)))
     (folder / "policy.yaml").write_text((ROOT / "data" / "policies" / "default.yaml").read_text())
-    made = CliRunner().invoke(
-        main, ["run", f"{folder}/model", "--data", f"{folder}/chats.jsonl", "-o", f"{folder}/calibrated", "--no-verify", "--samples", "4", "--sequence-length", "64"]
-    )  # fmt: skip
+    words = ["run", f"{folder}/model", "--data", f"{folder}/chats.jsonl", "-o", f"{folder}/calibrated", "--no-verify"]
+    made = CliRunner().invoke(main, [*words, "--samples", "4", "--sequence-length", "64"])
     assert made.exit_code == 0, made.stderr
     return folder
 

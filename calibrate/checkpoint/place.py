@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from calibrate.artefact import process_is_dead
 from calibrate.errors import UsageError
 
 
@@ -108,15 +109,7 @@ def _remove(folder: Path) -> None:
 
 
 def _dead(number: str) -> bool:
-    if not number.isdigit():
-        return False
-    try:
-        os.kill(int(number), 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        return False
-    return int(number) == os.getpid()
+    return number.isdigit() and (int(number) == os.getpid() or process_is_dead(int(number)))
 
 
 def _sync(folder: Path) -> None:

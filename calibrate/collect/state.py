@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from calibrate.artefact import read_tensors, write_tensors
+from calibrate.artefact import discard, read_tensors, write_tensors
 from calibrate.collect.observer import Observer
 from calibrate.statistics import Observed, pack_layers, unpack_layers
 
@@ -53,7 +53,7 @@ class ResumeState:
     def discard(self) -> None:
         """The result is safe elsewhere: the state is of no more use."""
         if self.path is not None:
-            self.path.unlink(missing_ok=True)
+            discard(self.path)
 
 
 class Interrupts:

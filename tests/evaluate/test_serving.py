@@ -5,6 +5,8 @@ from dataclasses import replace
 
 import pytest
 from click.testing import CliRunner
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from calibrate.cli import main
 from calibrate.errors import HostError, UsageError
@@ -88,11 +90,19 @@ def test_options_reach_vllms_command_line(model):
     assert arguments[-3:] == ["--load-format", "dummy", "--enforce-eager"]
 
 
+def _ascii_tokenizer(folder):
+    """One token a printable ASCII character: vLLM's random prompts are decoded and encoded again, and lone bytes of UTF-8 would grow."""
+    vocab = {character: number for number, character in enumerate(["<pad>", "<s>", "</s>", *map(chr, range(33, 127))])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>").save_pretrained(folder)
+
+
 @pytest.mark.vllm
 def test_a_real_run_reports_twice_the_tokens(tmp_path):
     from calibrate.engines.host import choose_kv_dtype, read_config, uses_cuda, vllm_distribution
 
     folder = tiny_checkpoint(tmp_path / "model")
+    _ascii_tokenizer(folder)
     choice = choose_kv_dtype(read_config(folder), uses_cuda(vllm_distribution()))
     if choice.kv_cache_dtype != "fp8":
         pytest.skip(choice.note)

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 import calibrate
-from calibrate import cli_niah, cli_planning, cli_proof, cli_release
+from calibrate import cli_lm_eval, cli_niah, cli_planning, cli_proof, cli_release
 from calibrate.errors import CalibrateError, UsageError
 from calibrate.progress import stderr
 
@@ -196,8 +196,9 @@ def verify(checkpoint: Path, tensor_parallel_size: int, kv_cache_dtype: str | No
     """Start vLLM on CHECKPOINT and compare every layer's scales with the file, exactly. Exit 1 where one differs."""
     from calibrate import tables
     from calibrate.engines import verify_checkpoint
-    from calibrate.evaluate.evidence import save_readback
+    from calibrate.evaluate.evidence import forget_readback, save_readback
 
+    forget_readback(checkpoint)
     result = verify_checkpoint(checkpoint, tensor_parallel_size=tensor_parallel_size, kv_cache_dtype=kv_cache_dtype, timeout=timeout)
     _show(as_json, result.as_dict(), lambda: tables.readback(result))
     save_readback(checkpoint, result)
@@ -284,6 +285,7 @@ def _finite(value: Any) -> Any:
 
 main.add_command(cli_niah.niah)
 main.add_command(cli_niah.reason)
+main.add_command(cli_lm_eval.lm_eval)
 main.add_command(cli_proof.compare)
 main.add_command(cli_planning.plan)
 main.add_command(cli_planning.bench)

@@ -1,10 +1,11 @@
-"""What `niah` and `reason` need beside their questions: a checkpoint, an engine, and the variants of the cache by name."""
+"""What `niah`, `reason` and `lm-eval` need beside their questions: a checkpoint, an engine, and the variants of the cache by name."""
 
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 from calibrate.engines.session import Engine, Variant
@@ -12,7 +13,7 @@ from calibrate.errors import UsageError
 from calibrate.evaluate.baselines import build_variants, checkpoint_scales, overlay, unit_scales
 from calibrate.evaluate.niah import NeedleGrid, run_niah
 from calibrate.evaluate.reasoning import ReasoningPlan, longest_problem, run_reasoning
-from calibrate.evaluate.results import CALIBRATED, OLD_FORMULA, RANDOM, SIXTEEN_BIT, UNIT, NeedleResult, ReasoningResult
+from calibrate.evaluate.results import CALIBRATED, OLD_FORMULA, RANDOM, SIXTEEN_BIT, UNIT, LmEvalResult, NeedleResult, ReasoningResult
 from calibrate.model import SourceCheckpoint
 from calibrate.pipeline import JobOptions, collect_statistics
 from calibrate.recipes import choose_recipe
@@ -55,7 +56,7 @@ def needles(checkpoint: Path, choice: EngineChoice, names: Sequence[str], grid: 
     grid.check(source.context_length)
     variants = choose_variants(source, names, choice)
     with open_engine(choice, source, grid.longest) as engine:
-        return run_niah(checkpoint, engine, variants, grid, batch=_BATCH[choice.name])
+        return run_niah(checkpoint, engine, variants, grid, batch=_BATCH[choice.name], trust=choice.trust_remote_code)
 
 
 def reasoning(checkpoint: Path, choice: EngineChoice, names: Sequence[str], plan: ReasoningPlan) -> ReasoningResult:
@@ -63,8 +64,18 @@ def reasoning(checkpoint: Path, choice: EngineChoice, names: Sequence[str], plan
     source = _open(checkpoint, choice)
     plan.check()
     variants = choose_variants(source, names, choice)
-    with open_engine(choice, source, longest_problem(source, plan)) as engine:
-        return run_reasoning(checkpoint, engine, variants, plan, batch=_BATCH[choice.name])
+    with open_engine(choice, source, longest_problem(source, plan, trust=choice.trust_remote_code)) as engine:
+        return run_reasoning(checkpoint, engine, variants, plan, batch=_BATCH[choice.name], trust=choice.trust_remote_code)
+
+
+def harness(checkpoint: Path, choice: EngineChoice, names: Sequence[str], tasks: Sequence[str], **settings: Any) -> LmEvalResult:
+    """`kv-calibrate lm-eval`; settings as for `run_lm_eval`. Raises HostError where lm-eval is not installed."""
+    from calibrate.evaluate.lm_eval_tasks import rehearse, run_lm_eval
+
+    source = _open(checkpoint, choice)
+    variants = choose_variants(source, names, choice)
+    with open_engine(choice, source, rehearse(source, tasks, **settings).longest) as engine:
+        return run_lm_eval(checkpoint, engine, variants, tasks, batch=_BATCH[choice.name], **settings)
 
 
 def _open(checkpoint: Path, choice: EngineChoice) -> SourceCheckpoint:

@@ -14,11 +14,11 @@ from tests.tiny import tiny_checkpoint
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(?:sh|bash|console|shell|yaml)?\n(.*?)^```", re.DOTALL | re.MULTILINE)
-KNOWN = ("make ", "env/", "bash benchmarks/", "python benchmarks/", "vllm serve")
+KNOWN = ("for part", "done", "make ", "env/", "bash benchmarks/", "python benchmarks/", "vllm serve")
 # a page's stand-in → what it stands for on the tiny model; longest first
 STAND_INS = {
     r"calibrated/…|calibrated/[\w.-]+|calibrated-model|CHECKPOINT|\"\$OUT\"": "calibrated",
-    r"MODEL|\"\$MODEL\"|path/or/hub-id": "model",
+    r"\bshape\b|MODEL|\"\$MODEL\"|path/or/hub-id": "model",
     r"/models/other-fp8": "calibrated",
     r"chats\.jsonl|data/ours\.yaml": "chats.jsonl",
     r"release\.yaml": "policy.yaml",
@@ -46,6 +46,7 @@ RUN = [command for command in OURS if not re.search(r"--engine vllm|kv-calibrate
 
 def test_the_pages_show_commands():
     assert len(OURS) > 12
+    assert not [page.name for page in PAGES if re.search(r"^@[A-Z]+@$", page.read_text(encoding="utf-8"), re.MULTILINE)]
     assert {command.split()[1] for command in OURS} >= {"collect", "solve", "write", "verify", "inspect", "compare", "niah", "gate", "report", "plan"}
 
 
@@ -88,7 +89,7 @@ def test_commands_run(command, place, monkeypatch):
     words = shlex.split(_substituted(command))[1:]
     small = {"collect": ["--samples", "4", "--sequence-length", "64"], "compare": ["--samples", "2", "--sequence-length", "64"]}
     small["niah"] = ["--lengths", "400", "--depths", "0.5", "--needles", "1"]
-    small["reason"] = ["--per-level", "1"]
+    small["reason"] = ["--problems", "1", "--tasks", "arithmetic", "--levels", "1"]
     forced = ["--force"] if words[0] in ("collect", "solve", "write") else []
     if words[0] == "write":
         words = [word if word != "calibrated" else "written" for word in words]

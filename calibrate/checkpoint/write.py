@@ -121,7 +121,7 @@ def _card(source: SourceCheckpoint) -> str:
 def _provenance(source: SourceCheckpoint, scales: Scales, making: Path, rewritten: set[str]) -> dict[str, Any]:
     """Who wrote what from what. Digests of written files, of shards that had to be rewritten, and of what decides on tokens and prompts."""
     ours = [SCALES_FILE, "config.json", INDEX_FILE, "README.md", *(f"{FOLDER}/{path.name}" for path in (making / FOLDER).iterdir())]
-    files = sorted({*ours, *rewritten, *(path.name for path in making.iterdir() if _TOKENS_OR_PROMPTS.match(path.name))})
+    files = sorted({*ours, *rewritten, *(path.name for path in making.iterdir() if path.is_file() and _TOKENS_OR_PROMPTS.match(path.name))})
     return {
         "schema": SCHEMA,
         "scales": scales.digest(),

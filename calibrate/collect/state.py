@@ -10,6 +10,8 @@ import numpy as np
 
 from calibrate.artefact import discard, read_tensors, write_tensors
 from calibrate.collect.observer import Observer
+from calibrate.errors import UsageError
+from calibrate.progress import note
 from calibrate.statistics import Observed, pack_layers, unpack_layers
 
 SCHEMA = "kv-calibrate/collect-state/1"
@@ -33,11 +35,15 @@ class ResumeState:
         """Which batches are done (bool [batches]) and their statistics; all False and {} where there is nothing to go on from."""
         if self.path is None or not self.path.exists():
             return np.zeros(batches, dtype=bool), {}
-        tensors, header = read_tensors(self.path, SCHEMA)
-        if header["plan"] != self.plan:
+        try:
+            tensors, header = read_tensors(self.path, SCHEMA)
+            if header["plan"] != self.plan:
+                return np.zeros(batches, dtype=bool), {}
+            done = tensors.pop(_DONE).astype(bool)
+            return done, unpack_layers(tensors)
+        except (UsageError, KeyError, ValueError, TypeError, IndexError) as error:
+            note(f"{self.path} cannot be read ({error}): starting anew")
             return np.zeros(batches, dtype=bool), {}
-        done = tensors.pop(_DONE).astype(bool)
-        return done, unpack_layers(tensors)
 
     def write(self, done: np.ndarray, observer: Observer) -> None:
         """Replace the state file."""

@@ -83,6 +83,11 @@ def save_readback(checkpoint: Path, readback: Readback) -> Path | None:
     return path
 
 
+def forget_readback(checkpoint: Path) -> None:
+    """Drop an earlier read-back before vLLM is asked again: should it refuse this time, an old yes must not stand."""
+    (checkpoint / FOLDER / READBACK_FILE).unlink(missing_ok=True)
+
+
 def gather(checkpoint: Path) -> Evidence:
     """Read the whole evidence folder; a file that cannot be read is named with its reason."""
     kinds = {READBACK_FILE: ReadbackResult} | {f"{kind}-{engine}.json": model for kind, model in KINDS.items() for engine in ENGINES}

@@ -105,17 +105,20 @@ class Asked:
         )
 
 
-def run_niah(checkpoint: Path, engine: Engine, variants: Sequence[Variant], grid: NeedleGrid, *, batch: int = 1) -> NeedleResult:
+def run_niah(checkpoint: Path, engine: Engine, variants: Sequence[Variant], grid: NeedleGrid, *, batch: int = 1, trust: bool = False) -> NeedleResult:
     """Ask every variant the grid's questions, greedily, and write `kv_calibration/evidence/niah-<engine>.json` into the checkpoint.
 
     A run that was killed goes on where it was when it is started again with the same arguments.
+
+    Args:
+        batch: prompts a call of the engine. trust: run the Python code that the checkpoint brings.
 
     Raises:
         UsageError: an impossible grid, a haystack or needle file that cannot be used, or a folder that is no calibrated checkpoint.
     """
     subject = subject_of(checkpoint)
-    source = SourceCheckpoint.open(checkpoint, trust_remote_code=True)
-    tokenizer = load_tokenizer(source)
+    source = SourceCheckpoint.open(checkpoint, trust_remote_code=trust)
+    tokenizer = load_tokenizer(source, trust_remote_code=trust)
     prompter = Prompter(tokenizer)
     grid.check(source.context_length)
     asked, description = build_grid(grid, prompter)

@@ -101,18 +101,23 @@ def _number(text: str) -> Decimal | None:
         return None
 
 
-def run_reasoning(checkpoint: Path, engine: Engine, variants: Sequence[Variant], plan: ReasoningPlan, *, batch: int = 1) -> ReasoningResult:
+def run_reasoning(
+    checkpoint: Path, engine: Engine, variants: Sequence[Variant], plan: ReasoningPlan, *, batch: int = 1, trust: bool = False
+) -> ReasoningResult:
     """Put the plan's problems to every variant, greedily, and write `kv_calibration/evidence/reasoning-<engine>.json` into the checkpoint.
 
     A run that was killed goes on where it was when it is started again with the same arguments.
+
+    Args:
+        batch: prompts a call of the engine. trust: run the Python code that the checkpoint brings.
 
     Raises:
         UsageError: an empty plan, a problem file that cannot be used, a problem longer than the context, or no calibrated checkpoint.
     """
     subject = subject_of(checkpoint)
     plan.check()
-    source = SourceCheckpoint.open(checkpoint, trust_remote_code=True)
-    tokenizer = load_tokenizer(source)
+    source = SourceCheckpoint.open(checkpoint, trust_remote_code=trust)
+    tokenizer = load_tokenizer(source, trust_remote_code=trust)
     prompter = Prompter(tokenizer)
     asked, description = build_problems(plan, prompter, source.context_length)
 
@@ -130,9 +135,9 @@ def run_reasoning(checkpoint: Path, engine: Engine, variants: Sequence[Variant],
     return result
 
 
-def longest_problem(source: SourceCheckpoint, plan: ReasoningPlan) -> int:
+def longest_problem(source: SourceCheckpoint, plan: ReasoningPlan, *, trust: bool = False) -> int:
     """Tokens of the longest prompt with its answer. Raises UsageError as `run_reasoning`."""
-    asked, _ = build_problems(plan, Prompter(load_tokenizer(source)), source.context_length)
+    asked, _ = build_problems(plan, Prompter(load_tokenizer(source, trust_remote_code=trust)), source.context_length)
     return max(each.request.cost for each in asked)
 
 

@@ -103,9 +103,8 @@ class Statistics:
                 provenance=tuple(header["provenance"]),
             )
             loaded._check_whole()
-            loaded.__dict__["_digest"] = _digest_of(
-                tensors, loaded._header()
-            )  # of the packed form, which is at hand: packing again costs more than hashing
+            # of the packed form, which is at hand: packing again would cost more than hashing
+            loaded.__dict__["_digest"] = _digest_of(tensors, loaded._header())
         except (KeyError, ValueError, TypeError, IndexError, AttributeError) as error:
             raise UsageError(f"{path} is damaged: {type(error).__name__} {error}") from error
         return loaded

@@ -251,3 +251,18 @@ def test_an_encoder_writes_no_cache(tmp_path):
     edit_config(path, architectures=["BertForMaskedLM"])
     with pytest.raises(UsageError, match="not a causal LM"):
         collect_run(path, rows_corpus([5]))
+
+
+def test_a_damaged_state_is_started_anew(llama, tmp_path, capsys):
+    state = tmp_path / "state.safetensors"
+    state.write_bytes(b"no state at all")
+    run = collect_run(llama, rows_corpus(LENGTHS))
+    assert collect(run, state=state).digest() == collect(run).digest()
+    assert "starting anew" in capsys.readouterr().err
+
+
+def test_a_layer_that_saw_nothing_is_named(llama, monkeypatch):
+    see = Observer.see
+    monkeypatch.setattr(Observer, "see", lambda self, index, kind, values: None if (index, kind) == (1, "v") else see(self, index, kind, values))
+    with pytest.raises(UsageError, match=r"V of layer 1 \(model\.layers\.1\.self_attn\) saw nothing"):
+        collect(collect_run(llama, rows_corpus([20])))

@@ -17,6 +17,7 @@ from calibrate.engines.session import EngineInfo, TokenScores, Variant
 from calibrate.errors import UsageError
 from calibrate.model import CacheLayout, SourceCheckpoint, cache_dtype_of, choose_device, compute_dtype, load_model, probe_layout
 from calibrate.model.attention import wrapped_attention
+from calibrate.model.source import context_length_of
 from calibrate.statistics import CACHE_DTYPES
 
 TOP_K = 64
@@ -154,7 +155,7 @@ class TransformersSession:
         return self._model(input_ids=torch.tensor([tokens], device=self._model.device), past_key_values=cache, use_cache=True, **options)
 
     def _checked(self, tokens: Sequence[int], what: str, least: int, room: int = 0) -> list[int]:
-        context = getattr(self._config, "max_position_embeddings", None)
+        context = context_length_of(self._config.to_dict())
         if len(tokens) < least:
             raise UsageError(f"a {what} of {len(tokens)} tokens cannot be used: at least {least}")
         if context and len(tokens) + room > context:

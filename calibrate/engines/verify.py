@@ -85,14 +85,14 @@ def _check_heads(config: dict[str, Any], tensor_parallel_size: int) -> None:
 
 
 def _job(checkpoint: Path, config: dict[str, Any], tensor_parallel_size: int, kv_cache_dtype: str) -> dict[str, Any]:
-    text = config.get("text_config", config)
-    longest = text.get("max_position_embeddings") or text.get("n_positions") or _CONTEXT
+    from calibrate.model.source import context_length_of  # here: it brings transformers, which this room's children do without
+
     return {
         "checkpoint": str(checkpoint.resolve()),
         "dtype": sixteen_bit(config),
         "kv_cache_dtype": kv_cache_dtype,
         "tensor_parallel_size": tensor_parallel_size,
-        "max_model_len": min(_CONTEXT, longest),
+        "max_model_len": min(_CONTEXT, context_length_of(config) or _CONTEXT),
         "seed": 0,
         "text_only": any(name in config for name in ("vision_config", "audio_config")),
     }

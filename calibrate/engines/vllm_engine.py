@@ -127,7 +127,7 @@ class VllmEngine(_Settings):
         check_parallel(self.tensor_parallel_size, cuda)
         if variant.scales is not None:
             _check_runs_fp8(self.source.config, cuda)
-        longest = min(self.max_model_len, longest_context(self.source.config) or self.max_model_len)
+        longest = min(self.max_model_len, self.source.context_length or self.max_model_len)
         env = engine_env(self.tensor_parallel_size, cuda) | {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
         self.folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="variant-", dir=self.folder) as place:
@@ -172,12 +172,6 @@ class VllmEngine(_Settings):
             device=_device_name(hello["device"]),
             tensor_parallel_size=self.tensor_parallel_size,
         )
-
-
-def longest_context(config: dict[str, Any]) -> int | None:
-    """The model's own longest context, None where its config.json does not say."""
-    text = config.get("text_config", config)
-    return text.get("max_position_embeddings") or text.get("n_positions")
 
 
 def _check_runs_fp8(config: dict[str, Any], cuda: bool) -> None:

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from calibrate.errors import UsageError
 from calibrate.evaluate.kvformats import FORMATS, SIXTEEN_BIT, CachedLayer, stored_in
 from calibrate.model.cache import PassingCache
-from calibrate.model.source import SCALES_FILE, read_safetensors_header
+from calibrate.model.source import SCALES_FILE, context_length_of, read_safetensors_header
 
 SCHEMA = "kv-calibrate/plan/1"
 _PROBE_TOKENS = 8
@@ -125,7 +125,7 @@ def model_memory(model: Path, tensor_parallel_size: int = 1) -> ModelMemory:
         state_bytes=sum(_tensor_bytes(layer) for layer in cache.layers) // tensor_parallel_size,
         weight_bytes=math.ceil(weights / tensor_parallel_size),
         weights_from=where,
-        longest_context=getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None),
+        longest_context=context_length_of(text.to_dict()),
     )
 
 

@@ -121,8 +121,9 @@ def _check(config: dict[str, Any], options: BenchOptions) -> None:
     for name in ("input_len", "output_len", "num_prompts", "batch_size", "iterations", "repeats"):
         if getattr(options, name) < 1:
             raise UsageError(f"{name.replace('_', ' ')} must be at least 1")
-    text = config.get("text_config", config)
-    longest = text.get("max_position_embeddings") or text.get("n_positions")
+    from calibrate.model.source import context_length_of  # here: it brings transformers, seconds that a bench's help need not take
+
+    longest = context_length_of(config)
     if longest and options.input_len + options.output_len > longest:
         raise UsageError(f"{options.input_len} + {options.output_len} tokens are more than the model's context of {longest}")
 

@@ -85,8 +85,7 @@ class SourceCheckpoint:
     @property
     def context_length(self) -> int | None:
         """Positions that the model was made for, None where its config names no limit."""
-        found = (self.text_config.get(name) for name in _CONTEXT_NAMES)
-        return next((value for value in found if isinstance(value, int) and value > 0), None)
+        return context_length_of(self.config)
 
     @property
     def calibrated(self) -> bool:
@@ -123,6 +122,13 @@ class SourceCheckpoint:
                 f"{self.path} ({self.model_type}) uses multi-head latent attention, for which vLLM loads no scales from any tensor name: "
                 "`kv-calibrate collect` works, writing for vLLM does not"
             )
+
+
+def context_length_of(config: dict[str, Any]) -> int | None:
+    """Positions that the model of a config.json, whole or its text part, was made for; None where it names no limit."""
+    text = config.get("text_config") or config
+    found = (text.get(name) for name in _CONTEXT_NAMES)
+    return next((value for value in found if isinstance(value, int) and value > 0), None)
 
 
 def resolve_model(spec: str | None) -> Path:

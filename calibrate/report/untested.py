@@ -87,9 +87,4 @@ def _engines(results: Shown) -> list[str]:
 
 
 def _context(material: Material) -> int | None:
-    if material.source.value is None:
-        return None
-    config = material.source.value.config
-    text = config.get("text_config") or config
-    longest = text.get("max_position_embeddings") or text.get("n_positions")
-    return longest if isinstance(longest, int) else None
+    return None if material.source.value is None else material.source.value.context_length

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from calibrate.errors import HostError, UsageError
 from calibrate.model import SourceCheckpoint, cache_dtype_of, choose_device, compute_dtype, load_model, load_tokenizer, probe_layout, resolve_model
+from calibrate.model.source import context_length_of
 from calibrate.model.weights import read_safetensors_header
 from tests.tiny import edit_config, tiny_checkpoint
 
@@ -127,6 +128,8 @@ def test_the_context_is_found_under_the_names_that_families_use(copy):
     assert SourceCheckpoint.open(copy).context_length == 512
     edit_config(copy, max_position_embeddings=None, n_positions=77)
     assert SourceCheckpoint.open(copy).context_length == 77
+    assert context_length_of({"n_positions": None, "max_seq_len": 88}) == 88
+    assert context_length_of({"text_config": {"n_ctx": 99}, "n_ctx": 1}) == 99
     edit_config(copy, n_positions=None)
     assert SourceCheckpoint.open(copy).context_length is None
 

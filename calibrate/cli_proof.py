@@ -80,7 +80,7 @@ def table(result: "CompareResult", ladder: "Ladder", path: Path) -> "RenderableT
             _interval(each.perplexity_ratio, ".4f"),
             f"{each.mean_abs_delta_logprob.value:.4f}",
             _interval(each.kl_mean, ".2g"),
-            f"{each.kl_p99:.2g}",
+            _interval(each.kl_p99, ".2g"),
             _interval(each.top1_agreement, ".1%"),
             _most(rows, "saturated"),
             _most(rows, "underflow"),

@@ -51,7 +51,7 @@ def table(results: dict[str, dict], model: str, twin: str) -> list[str]:
                 lines.append(f"| {where} | 16-bit | perplexity {row.perplexity:.3f} | | | | {cells} |")
                 continue
             shown = f"**{name}**" if name == CALIBRATED else name
-            kl = f"{row.kl_mean.value:.4f}, {row.kl_p99:.3f}"
+            kl = f"{row.kl_mean.value:.4f}, {row.kl_p99.value:.3f}"
             delta, top1 = interval(row.mean_abs_delta_logprob, 4), f"{row.top1_agreement.value:.2%}"
             lines.append(f"| | {shown} | {interval(row.perplexity_ratio, 4)} | {delta} | {kl} | {top1} | {cells} |")
     return lines

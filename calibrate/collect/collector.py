@@ -1,7 +1,7 @@
 """The collection: a model and batches in, `Statistics` out."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -66,12 +66,15 @@ def prepare(model: PreTrainedModel, source: SourceCheckpoint, corpus: Corpus, *,
     return CollectRun(model, source, probe_layout(model), corpus, plan_batches(corpus, budget, pad_token_id=pad if isinstance(pad, int) else 0))
 
 
-def collect(run: CollectRun, *, state: Path | None = None, state_seconds: float = 60.0) -> Statistics:
+def collect(
+    run: CollectRun, *, state: Path | None = None, state_seconds: float = 60.0, after_batch: Callable[[Batch, Observer], None] | None = None
+) -> Statistics:
     """Observe every batch.
 
     Args:
         state: file that keeps partial results, so that an interrupted run goes on where it stopped; removed by the caller's next step,
             when the statistics are safe (`ResumeState.discard`).
+        after_batch: called with each batch and all that was observed up to its end.
 
     Raises:
         UsageError: infinity or NaN in K, V or Q (layer, head and sample are named), or a layer that saw nothing.
@@ -87,14 +90,21 @@ def collect(run: CollectRun, *, state: Path | None = None, state_seconds: float 
         note(f"resuming: {finished:,} of {run.tokens:,} tokens are done")
     with ThreadPoolExecutor(1) as pool, meter("calibrating", run.tokens, done=finished) as progress:
         digests = pool.submit(run.source.weight_digests)  # reading and hashing the shards costs no time beside the forward
-        _observe_all(run, observer, resume, done, progress)
+        _observe_all(run, observer, resume, done, progress, after_batch)
         provenance["model"]["weights"] = digests.result()
     _check_seen(run.layout, observer)
     counted = {"tokens": run.tokens, "documents": run.corpus.documents, "samples": len(run.corpus.samples)}
     return Statistics(observer.cache_dtype, observer.layers(), run.layout.as_dict(), counted, (provenance,))
 
 
-def _observe_all(run: CollectRun, observer: Observer, resume: ResumeState, done: np.ndarray, progress: Meter) -> None:
+def _observe_all(
+    run: CollectRun,
+    observer: Observer,
+    resume: ResumeState,
+    done: np.ndarray,
+    progress: Meter,
+    after_batch: Callable[[Batch, Observer], None] | None,
+) -> None:
     with interrupts() as stop:
         for number, batch in enumerate(run.batches):
             if done[number]:
@@ -109,6 +119,8 @@ def _observe_all(run: CollectRun, observer: Observer, resume: ResumeState, done:
                 resume.discard()  # no later run could go on from here
                 raise UsageError(_nonfinite_message(run, observer, batch, bad))
             done[number] = True
+            if after_batch is not None:
+                after_batch(batch, observer)
             progress.advance(int(batch.lengths.sum()))
             resume.write_if_due(done, observer)
 

@@ -26,17 +26,24 @@ def bootstrap(
         sums: per document, float64 [documents, columns].
         statistic: of resampled sums, [resamples, columns] → [resamples].
     """
+    return bootstrap_each(sums, lambda drawn: statistic(drawn)[:, None], seed=seed, resamples=resamples, level=level)[0]
+
+
+def bootstrap_each(
+    sums: np.ndarray, statistics: Callable[[np.ndarray], np.ndarray], *, seed: int = 0, resamples: int = RESAMPLES, level: float = LEVEL
+) -> list[Interval]:
+    """The same for several statistics of the same draws: [resamples, columns] → [resamples, statistics]."""
     documents = len(sums)
-    value = float(statistic(sums.sum(axis=0, keepdims=True))[0])
+    values = statistics(sums.sum(axis=0, keepdims=True))[0].tolist()
     if documents < 2:
-        return Interval(value=value, low=value, high=value)
+        return [Interval(value=value, low=value, high=value) for value in values]
     generator = np.random.Generator(np.random.PCG64(seed))
     share = np.full(documents, 1 / documents)
     step = max(1, _CHUNK // documents)
     drawn = [generator.multinomial(documents, share, size=min(step, resamples - start)) @ sums for start in range(0, resamples, step)]
     tail = _expanded_tail((1 - level) / 2, documents)
-    low, high = np.quantile(statistic(np.concatenate(drawn)), [tail, 1 - tail])
-    return Interval(value=value, low=float(min(low, value)), high=float(max(high, value)))
+    lows, highs = np.quantile(statistics(np.concatenate(drawn)), [tail, 1 - tail], axis=0).tolist()
+    return [Interval(value=value, low=min(low, value), high=max(high, value)) for value, low, high in zip(values, lows, highs, strict=True)]
 
 
 def _expanded_tail(tail: float, documents: int) -> float:

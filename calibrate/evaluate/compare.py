@@ -19,11 +19,11 @@ from calibrate.collect import collect, prepare
 from calibrate.corpus import Corpus, CorpusOptions, load_corpus
 from calibrate.engines.session import Engine, EngineInfo, TokenScores, Variant
 from calibrate.engines.transformers_engine import TransformersEngine
-from calibrate.errors import HostError, UsageError
+from calibrate.errors import UsageError
 from calibrate.evaluate.baselines import build_variants, checkpoint_scales, overlay
 from calibrate.evaluate.evidence import subject_of
 from calibrate.evaluate.fidelity import fidelity
-from calibrate.evaluate.heldout import attention_errors, held_out
+from calibrate.evaluate.heldout import attention_errors, held_out, observe_documents
 from calibrate.evaluate.results import FOLDER, CompareResult, Fidelity, HeldOut, save
 from calibrate.model import SourceCheckpoint, cache_dtype_of, load_tokenizer
 from calibrate.progress import meter, note
@@ -135,10 +135,12 @@ def _look_inside(
     random = collect(prepare(local.model, source, _corpus(source, options, tokens)))
     variants = build_variants(source, checkpoint_scales(source), random, extra=extra)
     note(f"variants: {', '.join(each.name for each in variants)}; held-out ranges of {len(corpus.samples)} rows of {options.data}")
-    observed = collect(prepare(local.model, source, corpus))
+    observed, documents = observe_documents(prepare(local.model, source, corpus), variants)
     rows = [sample.tokens for sample in corpus.samples[: options.attention_rows]]
-    errors = attention_errors(local.model, local.layout, rows, variants, CACHE_DTYPES[cache_dtype_of(source)].dtype) if rows else None
-    rows_held_out = held_out(observed, variants, calibration=_calibration(source), attention=errors)
+    cache_dtype = CACHE_DTYPES[cache_dtype_of(source)].dtype
+    errors = attention_errors(local.model, local.layout, rows, variants, cache_dtype, seed=options.seed) if rows else None
+    before = _calibration(source)
+    rows_held_out = held_out(observed, variants, calibration=before, attention=errors, documents=documents, seed=options.seed)
     return _Subjects(variants, rows_held_out, observed.provenance[0]["model"]["weights"])
 
 
@@ -173,11 +175,9 @@ def _engine(source: SourceCheckpoint, local: TransformersEngine, options: Compar
 
 
 def _check_vllm(source: SourceCheckpoint) -> None:
-    from calibrate.engines.host import choose_kv_dtype, uses_cuda, vllm_distribution
+    from calibrate.engines.host import check_runs_fp8, uses_cuda, vllm_distribution
 
-    choice = choose_kv_dtype(source.config, uses_cuda(vllm_distribution()))
-    if choice.kv_cache_dtype != "fp8":
-        raise HostError(f"{choice.note.partition(';')[0]}; --engine transformers emulates the FP8 cache on any host")
+    check_runs_fp8(source.config, uses_cuda(vllm_distribution()))
 
 
 def _score_all(

@@ -12,6 +12,7 @@ from calibrate.evaluate.results import DocumentScore, Fidelity, Interval
 
 _TOKENS_AT_ONCE = 512
 _LEAST_REST = 1e-7  # float32 log probabilities do not resolve a smaller remainder
+_ROUNDING = 1e-9  # 0.01 of 100 tokens is one token
 _LARGEST_EXPONENT = 700.0  # exp() of more is no float64
 
 
@@ -51,7 +52,7 @@ def fidelity(
         perplexity_ratio=_exp_interval(ratio(nll - reference_nll)),
         mean_abs_delta_logprob=ratio(delta),
         kl_mean=ratio(divergence),
-        kl_p99=float(np.quantile(np.concatenate(kl), 0.99)),
+        kl_p99=_quantile(kl, documents, 0.99, seed, resamples),
         top1_agreement=ratio(agree),
     )
 
@@ -122,6 +123,30 @@ def _document_sums(
         sums[owner[row]] += (len(logp), -logp.sum(), np.abs(logp - reference_logp).sum(), divergence.sum(), agree)
         reference_nll[owner[row]] -= reference_logp.sum()
     return sums, reference_nll
+
+
+def _quantile(kl: Sequence[np.ndarray], documents: Sequence[int], share: float, seed: int, resamples: int) -> Interval:
+    """The least value that a share of the tokens does not exceed; the draws' weights of a document are those of each of its tokens."""
+    numbers, owner = np.unique(np.asarray(documents), return_inverse=True)
+    values = np.concatenate(kl)
+    order = np.argsort(-values, kind="stable")  # from the top: a quantile near 1 is met early
+    owners = np.repeat(owner, [len(row) for row in kl])[order]
+    values = values[order]
+    tokens = np.bincount(owners, minlength=len(numbers))
+
+    def statistic(drawn: np.ndarray) -> np.ndarray:  # how often each document was drawn, [resamples, documents]
+        above = np.floor((1 - share) * (drawn @ tokens) + _ROUNDING)  # tokens that may lie above
+        seen, found = np.zeros(len(drawn)), np.full(len(drawn), -1)
+        for start in range(0, len(values), _TOKENS_AT_ONCE):
+            weights = seen[:, None] + np.cumsum(drawn[:, owners[start : start + _TOKENS_AT_ONCE]], axis=1)  # [resamples, tokens of the block]
+            seen, met = weights[:, -1], weights > above[:, None]
+            new = (found < 0) & met.any(axis=1)
+            found[new] = start + met[new].argmax(axis=1)
+            if (found >= 0).all():
+                break
+        return values[found]
+
+    return bootstrap(np.eye(len(numbers)), statistic, seed=seed, resamples=resamples)
 
 
 def _check(variant: str, scores: Sequence[TokenScores], reference: Sequence[TokenScores]) -> None:

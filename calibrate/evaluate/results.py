@@ -53,12 +53,12 @@ class Fidelity(Data):
     perplexity_ratio: Interval
     mean_abs_delta_logprob: Interval
     kl_mean: Interval
-    kl_p99: float
+    kl_p99: Interval
     top1_agreement: Interval
 
 
 class HeldOut(Data):
-    """Exact effect of a variant's scales on held-out text, one layer and kind."""
+    """Exact effect of a variant's scales on held-out text, one layer and kind. The intervals say how far other documents may differ."""
 
     variant: str
     layer: int
@@ -69,8 +69,13 @@ class HeldOut(Data):
     snr_db: float | None  # None: no error at all
     head_snr_db: tuple[float | None, ...]
     saturated: float
+    head_saturated: tuple[float, ...]
     underflow: float
-    attention_error: float | None = None  # ‖o − ô‖/‖o‖ of the layer's attention output, on "k" rows only
+    head_underflow: tuple[float, ...]
+    snr_interval: Interval | None = None  # None: no error at all, or sums of single documents were not taken
+    saturated_interval: Interval | None = None
+    underflow_interval: Interval | None = None
+    attention_error: Interval | None = None  # ‖o − ô‖/‖o‖ of the layer's attention output, on "k" rows only
 
 
 class CompareResult(Data):
@@ -139,6 +144,43 @@ class ReasoningResult(Data):
     model: str
     tasks: dict[str, Any]
     variants: tuple[ReasoningVariant, ...]
+
+
+class LmEvalMetric(Data):
+    """One number of one task, as lm-eval computed it."""
+
+    metric: str
+    filter: str  # "none" where the task filters no answers
+    value: float | None  # None: not finite
+    stderr: float | None  # None: lm-eval gives none for this metric
+    higher_is_better: bool | None
+
+
+class LmEvalTask(Data):
+    """A task, or a group that has metrics of its own."""
+
+    task: str
+    version: str | None
+    documents: int
+    shots: int | None
+    metrics: tuple[LmEvalMetric, ...]
+
+
+class LmEvalVariant(Data):
+    variant: str
+    engine: EngineInfo
+    truncated: int  # prompts that lost their beginning because they are longer than the context
+    tasks: tuple[LmEvalTask, ...]
+
+
+class LmEvalResult(Data):
+    """`kv-calibrate lm-eval`."""
+
+    schema_version: Literal["kv-calibrate/lm-eval/1"] = "kv-calibrate/lm-eval/1"
+    subject: Subject
+    model: str
+    settings: dict[str, Any]  # tasks, limit, shots, lm-eval's version, digest of all requests
+    variants: tuple[LmEvalVariant, ...]
 
 
 class Ladder(Data):

@@ -74,7 +74,7 @@ def _fidelity_row(one: Fidelity) -> FidelityRow:
         ratio=interval(one.perplexity_ratio, ".4f"),
         delta=interval(one.mean_abs_delta_logprob, ".3g"),
         kl=interval(one.kl_mean, ".2g"),
-        kl_p99=f"{one.kl_p99:.2g}",
+        kl_p99=interval(one.kl_p99, ".2g"),
         top1=interval(one.top1_agreement, ".2%"),
     )
 
@@ -107,11 +107,11 @@ def _held_out_row(row: HeldOut, unit: HeldOut | None) -> HeldOutRow:
         kind=row.kind.upper(),
         scale=f"{max(row.scale):.4g}",
         amax=f"{max(row.amax):.4g}",
-        snr=decibels(_db(row)),
+        snr=decibels(_db(row)) if row.snr_interval is None else interval(row.snr_interval, ".1f"),
         unit_snr="–" if unit is None else decibels(_db(unit)),
-        saturated=share(row.saturated),
-        underflow=share(row.underflow),
-        attention="–" if row.attention_error is None else f"{row.attention_error:.2%}",
+        saturated=_share_interval(row.saturated, row.saturated_interval),
+        underflow=_share_interval(row.underflow, row.underflow_interval),
+        attention="–" if row.attention_error is None else interval(row.attention_error, ".2%"),
     )
 
 
@@ -139,6 +139,10 @@ def _db(row: HeldOut) -> float:
 
 def decibels(value: float) -> str:
     return "exact" if value == float("inf") else f"{value:.1f}"
+
+
+def _share_interval(value: float, one: Interval | None) -> str:
+    return share(value) if one is None or one.high == 0 else f"{share(value)} ({share(one.low)} to {share(one.high)})"
 
 
 def share(value: float) -> str:

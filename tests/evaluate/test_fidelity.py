@@ -63,7 +63,7 @@ def test_a_variant_equal_to_the_reference():
     result = fidelity("16-bit", INFO, [first, first], [first, first], [0, 1])
     assert result.perplexity_ratio.model_dump() == {"value": 1.0, "low": 1.0, "high": 1.0}
     assert result.kl_mean.high < 1e-7
-    assert result.kl_p99 < 1e-6
+    assert result.kl_p99.high < 1e-6
     assert result.top1_agreement.value == 1.0
     assert result.mean_abs_delta_logprob.value == 0.0
 
@@ -86,6 +86,19 @@ def test_rows_of_a_document_are_one_draw():
     third, fourth, _ = pair(0.3, seed=1, tokens=100)
     result = fidelity("x", INFO, [second, fourth, second], [first, third, first], [3, 0, 3])
     assert [each.tokens for each in result.documents] == [100, 200]
+
+
+def test_the_99th_percentile_has_an_interval_over_documents():
+    """20 documents of 30 tokens: the value by NumPy, the ends by drawing whole documents with their tokens."""
+    parts = [pair(0.1 + 0.05 * number, tokens=30, seed=number)[:2] for number in range(20)]
+    reference, scores = ([part[side] for part in parts] for side in (0, 1))
+    result = fidelity("x", INFO, scores, reference, range(20), resamples=1000).kl_p99
+    kl = [kl_lower_bound(*part) for part in parts]
+    assert result.value == np.quantile(np.concatenate(kl), 0.99, method="inverted_cdf")
+    generator = np.random.default_rng(1)
+    drawn = [np.quantile(np.concatenate([kl[one] for one in generator.integers(0, 20, 20)]), 0.99, method="inverted_cdf") for _ in range(1000)]
+    assert [result.low, result.high] == pytest.approx(np.quantile(drawn, [0.0189, 0.9811]).tolist(), rel=0.05)
+    assert result.low < result.value < result.high
 
 
 def test_paired_differences():

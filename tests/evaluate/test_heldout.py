@@ -6,7 +6,7 @@ import torch
 
 from calibrate.collect import collect
 from calibrate.engines.session import Variant
-from calibrate.evaluate.heldout import attention_errors, held_out
+from calibrate.evaluate.heldout import attention_errors, held_out, observe_documents
 from calibrate.model.cache import PassingCache
 from calibrate.scales import PolicyOptions, solve
 from calibrate.statistics import CACHE_DTYPES
@@ -67,6 +67,44 @@ def test_rows_against_a_direct_computation(run, variants):
         assert row.amax == pytest.approx(x.abs().amax(1).tolist())
         assert row.saturated == pytest.approx(float(((x / scale).abs() > top).double().mean()))
         assert row.underflow == pytest.approx(float(((approximate == 0) & (x != 0)).double().mean()), abs=1e-3)
+        assert row.head_saturated == pytest.approx(((x / scale).abs() > top).double().mean(1).tolist())
+        assert row.head_underflow == pytest.approx(((approximate == 0) & (x != 0)).double().mean(1).tolist(), abs=1e-3)
+        assert row.snr_interval is None  # of the text as a whole only
+
+
+def test_intervals_are_over_documents(run, variants):
+    """Each document's sums are its own, whatever was counted before it: six documents, of which one has two rows."""
+    lengths, owners = [50, 20, 30, 45, 25, 60, 35], [0, 1, 2, 2, 3, 4, 5]
+    corpus = rows_corpus(lengths, seed=5, documents=owners)
+    statistics, sums = observe_documents(collect_run(run.source.path, corpus), variants)
+    assert statistics.counted["tokens"] == sum(lengths)
+    rows = held_out(statistics, variants, documents=sums)
+    scaled = [variant for variant in variants if variant.scales is not None]
+    for document in range(6):
+        alone = [sample for sample, owner in zip(corpus.samples, owners, strict=True) if owner == document]
+        direct = seen(run, [sample.tokens for sample in alone])
+        for variant in scaled[:3]:
+            for kind in "kv":
+                x, scale = direct[1, kind], torch.from_numpy(dict(variant.scales.layers[1].items())[kind]).view(-1, 1)
+                approximate = (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
+                energy, error, elements, nonzero, cut, lost = sums[variant.name, 1, kind][document]
+                assert (elements, nonzero) == (x.numel(), int((x != 0).sum()))
+                assert energy == pytest.approx(float(x.double().square().sum()), rel=1e-4)
+                assert error == pytest.approx(float((approximate.double() - x.double()).square().sum()), rel=1e-3)
+                assert cut == int(((x / scale).abs() > 448).sum())
+                assert lost == pytest.approx(int(((approximate == 0) & (x != 0)).sum()), abs=2)
+    for row in rows:
+        for value, interval in zip(
+            (row.snr_db, row.saturated, row.underflow), (row.snr_interval, row.saturated_interval, row.underflow_interval), strict=True
+        ):
+            assert interval.value == pytest.approx(value, rel=1e-9, abs=1e-12)
+            assert interval.low <= interval.value <= interval.high
+        assert row.snr_interval.low < row.snr_interval.high
+
+
+def test_one_document_gives_no_interval(run, variants):
+    statistics, sums = observe_documents(collect_run(run.source.path, rows_corpus([50], seed=5)), variants)
+    assert all(row.snr_interval.low == row.snr_interval.high for row in held_out(statistics, variants, documents=sums))
 
 
 def test_growth_is_told(run, variants):
@@ -103,13 +141,13 @@ def test_attention_error_against_attention_written_out(run, variants):
     q, k, v = (caught[0, kind] for kind in "qkv")
     exact = attention(q, k.bfloat16().float(), v.bfloat16().float())
     wrong = attention(quantize(q, scales.q), quantize(k, scales.k), quantize(v, scales.v))
-    assert found["tensor"][0] == pytest.approx(float((exact - wrong).norm() / exact.norm()), rel=1e-4)
+    assert found["tensor"][0].value == pytest.approx(float((exact - wrong).norm() / exact.norm()), rel=1e-4)
 
 
 def test_e5m2_is_coarser(run, variants):
     found = attention_errors(run.model, run.layout, [run.corpus.samples[0].tokens], variants, torch.bfloat16)
-    assert all(found["e5m2"][index] > 1.5 * found["tensor"][index] for index in range(3))
-    assert all(0.001 < error < 0.1 for error in found["tensor"].values())
+    assert all(found["e5m2"][index].value > 1.5 * found["tensor"][index].value for index in range(3))
+    assert all(0.001 < error.value < 0.1 for error in found["tensor"].values())
 
 
 @pytest.mark.parametrize(("family", "layers"), [("gemma3n_text", range(6)), ("deepseek_v3", ()), ("mistral", range(3)), ("falcon", ())])

@@ -41,7 +41,7 @@ def variant(name, worse=0.0, kl=0.001, noise=0.0):
         perplexity_ratio=one,
         mean_abs_delta_logprob=many,
         kl_mean=many,
-        kl_p99=kl,
+        kl_p99=many,
         top1_agreement=Interval(value=0.95, low=0.9, high=1.0),
     )
 
@@ -57,7 +57,9 @@ def row(name, kind="k", saturated=0.0, underflow=0.0):
         snr_db=31.0,
         head_snr_db=(31.0,),
         saturated=saturated,
+        head_saturated=(saturated,),
         underflow=underflow,
+        head_underflow=(underflow,),
     )
 
 

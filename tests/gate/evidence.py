@@ -101,7 +101,7 @@ def fidelity_of(variant: str, kl: float, engine: EngineInfo = ENGINE) -> Fidelit
         perplexity_ratio=around(math.exp(kl / 2), 0.001),
         mean_abs_delta_logprob=around(kl * 8),
         kl_mean=around(kl),
-        kl_p99=kl * 6,
+        kl_p99=around(kl * 6),
         top1_agreement=Interval(value=0.98, low=0.97, high=0.985),
     )
 
@@ -118,8 +118,13 @@ def held_out_of(variant: str, layer: int, kind: str, saturated: float = 0.0) -> 
         snr_db=29.0 if unit else 31.5 + layer / 10,
         head_snr_db=(31.0, 32.0),
         saturated=saturated,
+        head_saturated=(saturated, saturated),
         underflow=0.001 * layer,
-        attention_error=0.02 if kind == "k" else None,
+        head_underflow=(0.001 * layer, 0.001 * layer),
+        snr_interval=around(29.0 if unit else 31.5 + layer / 10, 0.01),
+        saturated_interval=around(saturated),
+        underflow_interval=around(0.001 * layer),
+        attention_error=around(0.02) if kind == "k" else None,
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from calibrate.cli import main
-from calibrate.evaluate.results import FOLDER, CompareResult, NeedleResult, load, save
+from calibrate.evaluate.results import FOLDER, CompareResult, Interval, NeedleResult, load, save
 from calibrate.gate import Policy
 from calibrate.gate.material import read_material
 from calibrate.report.content import content_of
@@ -196,7 +196,7 @@ def test_the_command_writes_both_files(passing, tmp_path):
 
 
 def test_a_failing_verdict_is_still_a_report(checkpoint):
-    with_fidelity(checkpoint, "calibrated", perplexity=99.0, kl_p99=7.0)
+    with_fidelity(checkpoint, "calibrated", perplexity=99.0, kl_p99=Interval(value=7.0, low=6.0, high=8.0))
     (checkpoint / FOLDER / "niah-transformers.json").unlink()
     written = write_report(checkpoint)
     assert written.html == checkpoint / "kv_calibration/report.html"

@@ -30,12 +30,14 @@ class _Listed(click.ParamType):
 _NUMBERS, _SHARES, _WORDS = _Listed(int, "whole numbers"), _Listed(float, "numbers"), _Listed(str, "words")
 
 
+_SEED = click.option("--seed", type=int, default=0, show_default=True)
+
+
 def _shared(command: Callable) -> Callable:
     options = (
         click.argument("checkpoint", type=click.Path(path_type=Path)),
         click.option("--engine", type=click.Choice(["transformers", "vllm"]), default="transformers", show_default=True),
         click.option("--variants", type=_WORDS, default=VARIANTS, show_default=True, help="Also random, old-formula, and NAME=PATH."),
-        click.option("--seed", type=int, default=0, show_default=True),
         click.option("--device", help="Of transformers: cpu, cuda, cuda:1 or auto."),
         click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Of transformers. Default: what this host is fast in."),
         click.option("--attention-backend", help="Of vLLM, as FLASH_ATTN. Default: vLLM chooses."),
@@ -56,6 +58,7 @@ def _shared(command: Callable) -> Callable:
 @click.option("--haystack", default="builtin", show_default=True, help="Text to hide needles in: a file, folder or hub id (docs/corpora.md).")
 @click.option("--repeat-haystack", is_flag=True, help="Repeat a haystack that is too short.")
 @click.option("--heatmaps", type=click.Path(path_type=Path), help="Folder for heatmaps, PNG and SVG, light and dark.")
+@_SEED
 @_shared
 def niah(checkpoint: Path, heatmaps: Path | None, as_json: bool, **options: Any) -> None:
     """Needles in haystacks: recall of CHECKPOINT by prompt length and depth, the same prompts with every cache. Resumes where it was killed."""
@@ -79,6 +82,7 @@ def niah(checkpoint: Path, heatmaps: Path | None, as_json: bool, **options: Any)
 @click.option("--problems", type=int, default=8, show_default=True, help="Of each task and level.")
 @click.option("--problem-file", "files", type=click.Path(path_type=Path), multiple=True, help="Your own, JSONL of {prompt, answer}; may be repeated.")
 @click.option("--max-new-tokens", type=int, default=256, show_default=True, help="Length of a solution at most.")
+@_SEED
 @_shared
 def reason(checkpoint: Path, as_json: bool, **options: Any) -> None:
     """Problems of several steps with known answers: how many CHECKPOINT solves with every cache. Resumes where it was killed."""

@@ -74,6 +74,7 @@ def harness(checkpoint: Path, choice: EngineChoice, names: Sequence[str], tasks:
 
     source = _open(checkpoint, choice)
     variants = choose_variants(source, names, choice)
+    settings["trust"] = choice.trust_remote_code
     with open_engine(choice, source, rehearse(source, tasks, **settings).longest) as engine:
         return run_lm_eval(checkpoint, engine, variants, tasks, batch=_BATCH[choice.name], **settings)
 

@@ -16,6 +16,7 @@ from safetensors.numpy import save
 from calibrate.errors import UsageError
 
 HEADER_KEY = "kv_calibrate"
+SCALES_FILE = "kv_scales.safetensors"  # of a calibrated checkpoint
 
 
 @contextmanager
@@ -147,3 +148,8 @@ def sha256_file(path: Path) -> str:
     """Hex SHA-256 of a file's bytes, read in blocks."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def public(data: str) -> str:
+    """A hub id or built-in name as it is, of a local path the last part: cards and reports are published."""
+    return Path(data).name if data.startswith(("/", "~", ".")) else data

@@ -1,8 +1,8 @@
 """The model card's section on the KV cache."""
 
 import re
-from pathlib import Path
 
+from calibrate.artefact import public
 from calibrate.scales import Scales
 
 _BEGIN, _END = "<!-- kv-calibrate:begin -->", "<!-- kv-calibrate:end -->"
@@ -18,14 +18,11 @@ def with_section(card: str, scales: Scales) -> str:
     return card + separator + section
 
 
-def _public(data: str) -> str:
-    """A hub id or built-in name as it is, of a local path the last part: cards are published, and `|` ends a table's cell."""
-    return (Path(data).name if data.startswith(("/", "~", ".")) else data).replace("|", "\\|")
-
-
 def _text(scales: Scales) -> str:
     options, counted = scales.options, scales.counted
-    corpora = sorted({_public(source["data"]) for run in scales.provenance for source in run["corpus"].get("sources", [])}) or ["not recorded"]
+    corpora = sorted({public(source["data"]).replace("|", "\\|") for run in scales.provenance for source in run["corpus"].get("sources", [])}) or [
+        "not recorded"
+    ]
     tools = sorted({run["tool"] for run in scales.provenance})
     rows = [
         ("format", f"FP8 {options.number_format.upper()}, one scale per {'KV head' if options.granularity == 'head' else 'tensor'}"),

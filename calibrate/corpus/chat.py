@@ -22,6 +22,7 @@ _ROLES = {
 }
 # Some templates print today's date. Pinned, so that the same corpus gives the same tokens tomorrow.
 _TODAY = datetime(2024, 7, 26)
+PINNED_DATE = {"date_string": _TODAY.strftime("%d %b %Y"), "strftime_now": _TODAY.strftime}
 
 
 def looks_like_chat(value: Any) -> bool:
@@ -100,9 +101,7 @@ def encode_chat(tokenizer: Any, document: Document) -> list[int]:
 
 
 def _apply(tokenizer: Any, messages: list[dict]) -> list[int]:
-    encoded = tokenizer.apply_chat_template(
-        messages, tokenize=True, return_dict=True, date_string=_TODAY.strftime("%d %b %Y"), strftime_now=_TODAY.strftime
-    )
+    encoded = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **PINNED_DATE)
     return encoded["input_ids"]
 
 

@@ -62,6 +62,14 @@ def choose_kv_dtype(config: dict[str, Any], cuda: bool) -> KVChoice:
     return choose_for_cpu(cpu(), config)
 
 
+def check_runs_fp8(config: dict[str, Any], cuda: bool) -> None:
+    """Raise HostError where this host's vLLM cannot run the model with an FP8 cache."""
+    choice = choose_kv_dtype(config, cuda)
+    if choice.kv_cache_dtype != "fp8":
+        emulated = "the transformers engine (--engine transformers) emulates the FP8 cache on any host"
+        raise HostError(f"{choice.note.partition(';')[0]}; {emulated}")
+
+
 def choose_for_cuda(capability: tuple[int, int], config: dict[str, Any]) -> KVChoice:
     if gpu_runs_fp8(capability):
         return KVChoice("fp8")

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from calibrate.artefact import SCALES_FILE
 from calibrate.engines.names import split_scale_name
 from calibrate.errors import UsageError
 
-SCALES_FILE = "kv_scales.safetensors"
 _NOT_CALIBRATED = "it is not a calibrated checkpoint (`kv-calibrate write` makes one)"
 
 

@@ -11,17 +11,16 @@ import numpy as np
 
 from calibrate.engines.compare import compare_scales
 from calibrate.engines.conversation import Conversation, conversation
-from calibrate.engines.host import check_parallel, choose_kv_dtype, read_config, sixteen_bit, uses_cuda, vllm_distribution
+from calibrate.engines.host import check_parallel, check_runs_fp8, read_config, sixteen_bit, uses_cuda, vllm_distribution
 from calibrate.engines.session import EngineInfo, TokenScores, Variant
 from calibrate.engines.source import file_scales, kv_strategy
 from calibrate.engines.verify import backends, engine_env
-from calibrate.errors import CheckFailed, HostError, UsageError
+from calibrate.errors import CheckFailed, UsageError
 from calibrate.model import SourceCheckpoint
 from calibrate.progress import note
 
 _CHILD = "calibrate.engines.vllm_session_child"
 _CPU_CACHE_BYTES = 1 << 30
-_WITHOUT_FP8 = "; the transformers engine (--engine transformers) emulates the FP8 cache on any host"
 
 
 @dataclass(frozen=True)
@@ -126,7 +125,7 @@ class VllmEngine(_Settings):
         cuda = uses_cuda(distribution)
         check_parallel(self.tensor_parallel_size, cuda)
         if variant.scales is not None:
-            _check_runs_fp8(self.source.config, cuda)
+            check_runs_fp8(self.source.config, cuda)
         longest = min(self.max_model_len, self.source.context_length or self.max_model_len)
         env = engine_env(self.tensor_parallel_size, cuda) | {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -172,12 +171,6 @@ class VllmEngine(_Settings):
             device=_device_name(hello["device"]),
             tensor_parallel_size=self.tensor_parallel_size,
         )
-
-
-def _check_runs_fp8(config: dict[str, Any], cuda: bool) -> None:
-    choice = choose_kv_dtype(config, cuda)
-    if choice.kv_cache_dtype != "fp8":
-        raise HostError(choice.note.partition(";")[0] + _WITHOUT_FP8)
 
 
 def _check_cache(ranks: list[list[dict[str, Any]]], variant: Variant, checkpoint: Path) -> None:

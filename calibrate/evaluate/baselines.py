@@ -1,9 +1,7 @@
 """What the calibrated scales are compared with, as variants of the cache and as linked checkpoints."""
 
-import copy
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +18,7 @@ from calibrate.engines.source import file_scales
 from calibrate.errors import UsageError
 from calibrate.evaluate.results import CALIBRATED, OLD_FORMULA, RANDOM, SIXTEEN_BIT, UNIT
 from calibrate.model import SourceCheckpoint
-from calibrate.model.source import INDEX_FILE, SCALES_FILE
+from calibrate.model.source import INDEX_FILE, SCALES_FILE, without_kv_scheme
 from calibrate.model.weights import EARLIER_SCALES
 from calibrate.scales import LayerScales, PolicyOptions, Scales, solve
 from calibrate.statistics import Statistics
@@ -183,15 +181,8 @@ def overlay(source: SourceCheckpoint, variant: Variant, folder: Path) -> Path:
             target = making / names.get(str(relative), str(relative))
             target.parent.mkdir(parents=True, exist_ok=True)
             link(resolved(path, source.path), target)
-        write_json(making / "config.json", _without_kv_scheme(source.config))
+        rest = without_kv_scheme(source.config.get("quantization_config") or {})
+        config = source.config | {"quantization_config": rest}
+        write_json(making / "config.json", config if rest else {name: value for name, value in config.items() if name != "quantization_config"})
         write_json(making / INDEX_FILE, build_index(source, names, set(), {}))
     return folder
-
-
-def _without_kv_scheme(config: dict[str, Any]) -> dict[str, Any]:
-    config = copy.deepcopy(config)
-    quantization = config.get("quantization_config") or {}
-    quantization.pop("kv_cache_scheme", None)
-    if not quantization.get("config_groups"):  # it held nothing else
-        config.pop("quantization_config", None)
-    return config

@@ -2,16 +2,13 @@
 
 import json
 from collections.abc import Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
 
+from calibrate.corpus.chat import PINNED_DATE
 from calibrate.errors import UsageError
-
-# Some templates print today's date. Pinned, so that the same question gives the same tokens tomorrow.
-_TODAY = datetime(2024, 7, 26)
 
 
 class Prompter:
@@ -41,8 +38,7 @@ class Prompter:
                 return_dict=True,
                 tokenizer_kwargs={"verbose": False},  # a prompt that is too long is refused by its asker
                 enable_thinking=False,
-                date_string=_TODAY.strftime("%d %b %Y"),
-                strftime_now=_TODAY.strftime,
+                **PINNED_DATE,
             )
         except TemplateError as error:
             raise UsageError(f"the tokenizer's chat template refuses a user's question: {' '.join(str(error).split())}") from error

@@ -62,16 +62,8 @@ class CacheLayout:
     def __getitem__(self, index: int) -> AttentionLayer:
         return next(layer for layer in self.layers if layer.index == index)
 
-    @property
-    def latent(self) -> bool:
-        return any(layer.latent for layer in self.layers)
-
     def as_dict(self) -> dict[str, Any]:
         return {"model_type": self.model_type, "layers": [asdict(layer) for layer in self.layers]}
-
-    @classmethod
-    def from_dict(cls, value: dict[str, Any]) -> "CacheLayout":
-        return cls(value["model_type"], tuple(AttentionLayer(**layer) for layer in value["layers"]))
 
 
 class _Probe:

@@ -1,6 +1,5 @@
 """Loading a causal LM for observation: compute type, device, and no trace of an earlier KV calibration."""
 
-import copy
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ from transformers.utils import logging as transformers_logging
 
 from calibrate.errors import HostError, UsageError
 from calibrate.host import cpu_has_fast_bf16
-from calibrate.model.source import SourceCheckpoint
+from calibrate.model.source import SourceCheckpoint, without_kv_scheme
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -100,11 +99,10 @@ def _from_pretrained(source: SourceCheckpoint, config: Any, device: str, dtype: 
 def _strip_kv_scheme(config: Any) -> None:
     """An already calibrated checkpoint would be observed through its old FP8 cache: take the scheme out, and a config that held nothing else."""
     quantization = getattr(config, "quantization_config", None)
-    if not isinstance(quantization, dict) or not quantization.get("kv_cache_scheme"):
+    if not isinstance(quantization, dict):
         return
-    quantization = {key: value for key, value in copy.deepcopy(quantization).items() if key != "kv_cache_scheme"}
-    if quantization.get("config_groups"):
-        config.quantization_config = quantization
+    if rest := without_kv_scheme(quantization):
+        config.quantization_config = rest
     else:
         del config.quantization_config
 

@@ -7,11 +7,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from calibrate.artefact import sha256_file
+from calibrate.artefact import SCALES_FILE, sha256_file
 from calibrate.errors import UsageError
 from calibrate.model.weights import fingerprint, read_safetensors_header
 
-SCALES_FILE = "kv_scales.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 # vLLM builds no scale parameter in the attention layers of these formats (docs/formats.md): the scales would be dropped in silence.
@@ -129,6 +128,13 @@ def context_length_of(config: dict[str, Any]) -> int | None:
     text = config.get("text_config") or config
     found = (text.get(name) for name in _CONTEXT_NAMES)
     return next((value for value in found if isinstance(value, int) and value > 0), None)
+
+
+def without_kv_scheme(quantization: dict[str, Any]) -> dict[str, Any]:
+    """A quantization_config without its KV scheme, {} where it held nothing else; one that has none stays as it is."""
+    if not quantization.get("kv_cache_scheme"):
+        return quantization
+    return {name: value for name, value in quantization.items() if name != "kv_cache_scheme"} if quantization.get("config_groups") else {}
 
 
 def resolve_model(spec: str | None) -> Path:

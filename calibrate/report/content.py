@@ -3,13 +3,14 @@
 from dataclasses import dataclass
 from typing import Any
 
+from calibrate.artefact import public
 from calibrate.evaluate.results import Ladder
 from calibrate.gate.evaluate import judge
 from calibrate.gate.material import Material
 from calibrate.gate.policy import Policy
 from calibrate.gate.verdict import Verdict
 from calibrate.report import figures, needles, ranges
-from calibrate.report.origin import origin, public
+from calibrate.report.origin import origin
 from calibrate.report.results import Shown, shown
 from calibrate.report.untested import untested
 

@@ -1,9 +1,9 @@
 """Where the scales come from: digests, corpus, versions, options, and a command that makes them again. Local paths are cut to their last part."""
 
 import shlex
-from pathlib import PurePath
 from typing import Any
 
+from calibrate.artefact import public
 from calibrate.gate.integrity import EDITABLE
 from calibrate.gate.material import Material
 
@@ -50,8 +50,3 @@ def command(corpus: dict[str, Any], options: dict[str, Any]) -> str:
             words += [option, str(corpus[key])]
     words += [word for key, option in _OPTIONS.items() if key in options for word in (option, str(options[key]))]
     return shlex.join(words)
-
-
-def public(data: str) -> str:
-    """A hub id or built-in name as it is, of a local path the last part: reports are published."""
-    return PurePath(data).name if data.startswith(("/", "~", ".")) else data

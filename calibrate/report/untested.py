@@ -2,13 +2,13 @@
 
 from typing import Any
 
+from calibrate.evaluate.needle_tasks import TASKS
 from calibrate.evaluate.results import OLD_FORMULA, RANDOM, SIXTEEN_BIT, UNIT
 from calibrate.gate.material import Material
 from calibrate.gate.verdict import Verdict
 from calibrate.report.figures import name
 from calibrate.report.results import Shown
 
-_TASKS = ("single", "multi-key", "multi-value", "variable-tracking")
 _LANGUAGES = {"en": "English", "zh": "Chinese"}
 _BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "FLASHINFER")
 _VARIANTS = (SIXTEEN_BIT, UNIT, RANDOM, OLD_FORMULA)
@@ -61,7 +61,7 @@ def _needles(niah: dict[str, Any], context: int | None) -> list[str]:
     longest = max((cell.length for cell in cells), default=0)
     if context and longest < context:
         found.append(f"Prompts beyond {longest:,} tokens: the model's context is {context:,}, so {1 - longest / context:.0%} of it holds no needle.")
-    tasks = [task for task in _TASKS if task not in {cell.task for cell in cells}]
+    tasks = [task for task in TASKS if task not in {cell.task for cell in cells}]
     if tasks:
         found.append(f"Needle tasks: {', '.join(tasks)} not asked.")
     spoken = {cell.language for cell in cells}

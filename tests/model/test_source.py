@@ -152,4 +152,3 @@ def test_the_layout_of_a_saved_model_is_that_of_its_config(llama):
     assert {(layer.num_heads, layer.num_key_value_heads, layer.head_dim, layer.target == layer.index) for layer in layout.layers} == {
         (4, 2, 32, True)
     }
-    assert type(layout).from_dict(json.loads(json.dumps(layout.as_dict()))) == layout

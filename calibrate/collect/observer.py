@@ -1,5 +1,7 @@
 """Counts what it is shown: code histograms, quarter maxima and channel sums of every layer, kept on the device that computes them."""
 
+import math
+import mmap
 from collections.abc import Sequence
 
 import numpy as np
@@ -154,8 +156,16 @@ def _sums(exact: torch.Tensor) -> torch.Tensor:
 
 
 def _zeros(shape: tuple[int, int], device: torch.device) -> torch.Tensor:
-    """int64 zeros. On a CPU from calloc: codes that never occur (most of them) cost no memory until they do."""
-    return torch.from_numpy(np.zeros(shape, dtype=np.int64)) if device.type == "cpu" else torch.zeros(shape, dtype=torch.int64, device=device)
+    """int64 zeros. On a CPU, pages that are never written to cost no memory: most codes never occur.
+
+    The kernel would hand out huge pages and with them all of it, so the memory is mapped here and asked to stay in small ones.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=torch.int64, device=device)
+    memory = mmap.mmap(-1, 8 * math.prod(shape))
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):  # Linux
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.from_numpy(np.frombuffer(memory, dtype=np.int64).reshape(shape))
 
 
 def _add_counts(counts: torch.Tensor, codes: torch.Tensor) -> None:

@@ -35,6 +35,7 @@ class Observer:
         self._scratch: dict[torch.dtype, torch.Tensor] = {}
         self._batch_amax: dict[Key, torch.Tensor] = {}
         self._batch_sums: dict[Key, torch.Tensor] = {}
+        self._places: dict[tuple[Key, str], torch.Tensor] = {}
 
     def begin(self, lengths: Sequence[int], width: int, device: torch.device) -> None:
         """Start a batch of right-padded rows with these true lengths."""
@@ -44,6 +45,23 @@ class Observer:
         # every bit of a real token, none of padding: and-ing makes whatever stands there, NaN too, a zero, at the speed of a copy
         self._keep = -(torch.arange(width, device=device) < real[:, None]).to(torch.int16)[None, :, :, None] if self._padded else None
         self._batch_amax, self._batch_sums = {}, {}
+        if device.type == "cpu" and not self._places:
+            self._places = self._results_of_a_batch()
+
+    def _results_of_a_batch(self) -> dict[tuple[Key, str], torch.Tensor]:
+        """Where a batch's maxima and sums are kept, made once: small tensors that outlive the large ones around them fragment the heap."""
+        places = {}
+        for layer in self.layout.layers:
+            for kind in layer.kinds:
+                key, heads = (layer.index, kind), _heads(layer, kind)
+                places[key, "amax"] = torch.empty(heads, dtype=torch.int32)
+                if kind != "q":
+                    places[key, "sums"] = torch.empty((2, heads, layer.head_dim if kind == "k" else layer.value_head_dim), dtype=torch.float64)
+        return places
+
+    def _placed(self, key: Key, name: str, value: torch.Tensor) -> torch.Tensor:
+        place = self._places.get((key, name))
+        return value if place is None else place.copy_(value)
 
     def see(self, index: int, kind: str, values: torch.Tensor) -> None:
         """Count one tensor, [batch, heads, seq, head_dim], of any float type."""
@@ -53,10 +71,10 @@ class Observer:
             bits = bits & self._keep
         codes = self._buffer(bits.shape, torch.int16, bits.device)
         torch.bitwise_and(bits, CODES - 1, out=codes)
-        self._batch_amax[key] = codes.flatten(1).amax(dim=1).to(torch.int32)
+        self._batch_amax[key] = self._placed(key, "amax", codes.flatten(1).amax(dim=1).to(torch.int32))
         self._count(key, codes.flatten(1))
         if kind != "q":
-            self._batch_sums[key] = self._channel_sums(bits.view(self.cache_dtype.dtype))
+            self._batch_sums[key] = self._placed(key, "sums", self._channel_sums(bits.view(self.cache_dtype.dtype)))
 
     def _count(self, key: Key, codes: torch.Tensor) -> None:
         heads, elements = codes.shape

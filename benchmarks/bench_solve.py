@@ -33,14 +33,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "statistics.safetensors"
         statistics.save(path)
+        statistics = Statistics.load(path)  # as the command has it: its digest comes with loading
         size = path.stat().st_size
-        works = {"load": lambda: Statistics.load(path), "digest": lambda: statistics.digest()}
+        works = {"load": lambda: Statistics.load(path)}
         for granularity, policy in cases:
             works[f"{policy} per {granularity}"] = lambda g=granularity, p=policy: solve(statistics, PolicyOptions(policy=p, granularity=g))
         times = interleaved(works, options.repeats)
     walls = {name: median([wall for wall, _ in each]) for name, each in times.items()}
     rows = [row("statistics file", PREDICTED["file"], f"{size / 1e6:.0f} MB")]
-    rows += [row(name, PREDICTED[name], _seconds(times[name])) for name in ("load", "digest")]
+    rows += [row(name, PREDICTED[name], _seconds(times[name])) for name in ("load",)]
     for granularity, policy in cases:
         name = f"{policy} per {granularity}"
         target = ("< 1 s", walls[name] < TARGET) if granularity == "tensor" else ("", None)
@@ -72,7 +73,13 @@ def _statistics() -> Statistics:
         tuple(AttentionLayer(index, f"model.layers.{index}.self_attn", index, HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM) for index in range(LAYERS)),
     )
     counted = {"tokens": TOKENS, "documents": 1, "samples": 1}
-    return Statistics(CACHE_DTYPES["bfloat16"], layers, layout.as_dict(), counted, ({"model": {"fingerprint": "0" * 64}},))
+    return Statistics(
+        CACHE_DTYPES["bfloat16"],
+        layers,
+        layout.as_dict(),
+        counted,
+        ({"model": {"fingerprint": "0" * 64}, "corpus": {"digest": "0" * 64}, "batches": "0" * 64},),
+    )
 
 
 def _templates(generator: np.random.Generator) -> np.ndarray:

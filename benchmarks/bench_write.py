@@ -108,7 +108,9 @@ def _sparse_shard(path: Path, shapes: dict[str, list[int]]) -> None:
 def _scales(source: SourceCheckpoint) -> Scales:
     one = np.array([0.0625], dtype=np.float32)
     layers = tuple(LayerScales(index, f"model.layers.{index}.self_attn", one, one, one) for index in range(LAYERS))
-    provenance = ({"tool": "benchmark", "model": {"fingerprint": source.fingerprint}, "corpus": {"sources": []}},)
+    provenance = (
+        {"tool": "benchmark", "model": {"fingerprint": source.fingerprint}, "corpus": {"digest": "0" * 64, "sources": []}, "batches": "0" * 64},
+    )
     return Scales(layers, PolicyOptions(), {"model_type": "llama", "layers": []}, "0" * 64, {"tokens": 1, "documents": 1, "samples": 1}, provenance)
 
 

@@ -56,12 +56,14 @@ def quantized(values: np.ndarray, scales: np.ndarray, fmt: NumberFormat) -> np.n
     """x̂ for every magnitude at every scale, as kernels compute it: fp32 division, clamp, cast, and scale again. float64 [scales, codes]."""
     x = torch.from_numpy(values).to(torch.float32)
     s = torch.from_numpy(np.array(scales, dtype=np.float32))[:, None]
-    return (fmt.round_trip(x / s).to(torch.float64) * s.to(torch.float64)).numpy()
+    return fmt.round_trip(x / s).to(torch.float64).mul_(s.to(torch.float64)).numpy()
 
 
 def squared_errors(population: Population, scales: np.ndarray, fmt: NumberFormat) -> np.ndarray:
     """Σ(x − x̂)² of every row at every scale: float64 [rows, scales]."""
-    wrong = np.square(quantized(population.values, scales, fmt) - population.values)
+    wrong = quantized(population.values, scales, fmt)
+    wrong -= population.values
+    wrong *= wrong  # in place: fresh pages for tables of this size cost more than the arithmetic
     return population.counts.astype(np.float64) @ wrong.T
 
 

@@ -23,7 +23,7 @@ def mse(population: Population, fmt: NumberFormat, options: PolicyOptions) -> np
         rows = np.flatnonzero((floor <= grid[-1]) & (ceiling >= grid[0]))
         if not len(rows):
             continue
-        errors = squared_errors(Population(population.values, population.counts[rows]), grid, fmt)
+        errors = squared_errors(Population.of(population.counts[rows], population.values), grid, fmt)
         errors[(grid < floor[rows, None]) | (grid > ceiling[rows, None])] = np.inf
         at = errors.argmin(axis=1)
         least = errors[np.arange(len(rows)), at]

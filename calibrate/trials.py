@@ -19,7 +19,6 @@ from calibrate.pipeline import JobOptions, collect_statistics
 from calibrate.recipes import choose_recipe
 from calibrate.statistics import Statistics
 
-DEFAULT_VARIANTS = (SIXTEEN_BIT, UNIT, CALIBRATED)
 RANDOM_ROWS, RANDOM_TOKENS = 2, 1024
 _BATCH = {"transformers": 1, "vllm": 64}  # vLLM runs prompts side by side; the other one by one
 
@@ -54,7 +53,7 @@ def needles(checkpoint: Path, choice: EngineChoice, names: Sequence[str], grid: 
     """`kv-calibrate niah`."""
     source = _open(checkpoint, choice)
     grid.check(source.context_length)
-    variants = choose_variants(source, names, choice)
+    variants = choose_variants(source, names, choice, seed=grid.seed)
     with open_engine(choice, source, grid.longest) as engine:
         return run_niah(checkpoint, engine, variants, grid, batch=_BATCH[choice.name], trust=choice.trust_remote_code)
 
@@ -63,7 +62,7 @@ def reasoning(checkpoint: Path, choice: EngineChoice, names: Sequence[str], plan
     """`kv-calibrate reason`."""
     source = _open(checkpoint, choice)
     plan.check()
-    variants = choose_variants(source, names, choice)
+    variants = choose_variants(source, names, choice, seed=plan.seed)
     with open_engine(choice, source, longest_problem(source, plan, trust=choice.trust_remote_code)) as engine:
         return run_reasoning(checkpoint, engine, variants, plan, batch=_BATCH[choice.name], trust=choice.trust_remote_code)
 
@@ -84,7 +83,7 @@ def _open(checkpoint: Path, choice: EngineChoice) -> SourceCheckpoint:
     return SourceCheckpoint.open(checkpoint, trust_remote_code=choice.trust_remote_code)
 
 
-def choose_variants(source: SourceCheckpoint, names: Sequence[str], choice: EngineChoice) -> tuple[Variant, ...]:
+def choose_variants(source: SourceCheckpoint, names: Sequence[str], choice: EngineChoice, *, seed: int = 0) -> tuple[Variant, ...]:
     """Variants by name, in the order given: the built-in ones, and NAME=PATH for another checkpoint or scales file.
 
     Raises:
@@ -99,19 +98,20 @@ def choose_variants(source: SourceCheckpoint, names: Sequence[str], choice: Engi
     calibrated = checkpoint_scales(source)
     if extra or {RANDOM, OLD_FORMULA} & set(wanted):
         paths = {name: Path(path) for name, path in extra.items()}
-        built = build_variants(source, calibrated, random_statistics(source, choice), extra=paths)
+        built = build_variants(source, calibrated, random_statistics(source, choice, seed=seed), extra=paths)
     else:
         built = (Variant(SIXTEEN_BIT, None), Variant(UNIT, unit_scales(calibrated)), Variant(CALIBRATED, calibrated))
     by_name = {variant.name: variant for variant in built}
     return tuple(by_name[name] for name in wanted)
 
 
-def random_statistics(source: SourceCheckpoint, choice: EngineChoice) -> Statistics:
+def random_statistics(source: SourceCheckpoint, choice: EngineChoice, *, seed: int = 0) -> Statistics:
     """What the model caches on 2,048 random tokens."""
     length = min(RANDOM_TOKENS, source.context_length or RANDOM_TOKENS)
     options = JobOptions(
         model=str(source.path),
         data="random",
+        seed=seed,
         samples=RANDOM_ROWS,
         sequence_length=length,
         device=choice.device,

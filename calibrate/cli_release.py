@@ -16,8 +16,11 @@ def gate(checkpoint: Path, policy: Path | None, junit: Path | None, markdown: Pa
     """Judge CHECKPOINT by a policy, from the evidence inside it. Exit 0: release. Exit 1: do not; every failing check says why."""
     from calibrate.artefact import write_text
     from calibrate.cli import _show as show
+    from calibrate.evaluate.evidence import check_target
     from calibrate.gate import evaluate_gate, load_policy, render
 
+    for target in (junit, markdown):
+        check_target(checkpoint, target)
     verdict = evaluate_gate(checkpoint, load_policy(policy), policy_name=str(policy or "default"))
     if junit:
         write_text(junit, render.junit(verdict))
@@ -39,7 +42,10 @@ def report(checkpoint: Path, output: Path | None, markdown: Path | None, policy:
     from rich.text import Text
 
     from calibrate.cli import _show as show
+    from calibrate.evaluate.evidence import check_target
     from calibrate.report.write import write_report
 
+    for target in (output, markdown):
+        check_target(checkpoint, target)
     written = write_report(checkpoint, output, markdown=markdown, policy_file=policy)
     show(as_json, written.as_dict(), lambda: Text(written.sentence))

@@ -26,7 +26,7 @@ def collect_to_file(options: JobOptions, output: Path, *, force: bool) -> Statis
 
 def solve_to_file(statistics: Path, options: JobOptions, output: Path, *, force: bool) -> Scales:
     """Solve scales from a statistics file, and write a scales file."""
-    _check_new(output, force)
+    _check_new(output, force, [statistics])
     loaded = Statistics.load(statistics)
     scales = solve(loaded, options.scales(choose_recipe(loaded.layout["model_type"], options.recipe)))
     scales.save(output)
@@ -45,7 +45,7 @@ def write_from_files(scales: Path, options: JobOptions, output: Path, *, statist
 
 def merge_files(files: Sequence[Path], output: Path, *, force: bool) -> Statistics:
     """Add statistics files, and write their sum."""
-    _check_new(output, force)
+    _check_new(output, force, files)
     merged = merge([Statistics.load(path) for path in files])
     merged.save(output)
     return merged
@@ -63,9 +63,11 @@ def _model_type(path: Path) -> str:
     return str(layout.get("model_type", "")) if isinstance(layout, dict) else ""
 
 
-def _check_new(output: Path, force: bool) -> None:
+def _check_new(output: Path, force: bool, inputs: Sequence[Path] = ()) -> None:
     if output.is_dir():
         raise UsageError(f"output {output} is a folder: give a file")
     if output.exists() and not force:
         raise UsageError(f"output {output} exists: give another file, or --force to replace it")
+    if output.resolve() in {path.resolve() for path in inputs}:
+        raise UsageError(f"output {output} is an input: give another file")
     check_creatable(output)

@@ -13,8 +13,10 @@ from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertForMaskedLM, T5Config, T5ForConditionalGeneration
 
 from calibrate.cli import main
+from calibrate.errors import UsageError
 from calibrate.scales import Scales
 from tests.checkpoint.conftest import add_foreign_scales, snapshot
+from tests.planted import planted
 from tests.tiny import edit_config, tiny_checkpoint, tiny_tokenizer
 
 SHORT = ["--samples", "4", "--sequence-length", "32"]
@@ -445,3 +447,26 @@ def test_a_bad_recipe_is_one_line(refused, llama, corpus, tmp_path):
     line = refused("run", llama, "--data", corpus, "--output", tmp_path / "out", "--no-verify", "--recipe", tmp_path / "mine.yaml")
     assert "samplse" in line
     assert "no recipe mime" in refused("run", llama, "--data", corpus, "--output", tmp_path / "out", "--no-verify", "--recipe", "mime")
+
+
+def test_outputs_that_would_destroy_their_inputs_are_refused(tmp_path):
+    from calibrate.evaluate.evidence import check_target
+
+    checkpoint = tmp_path / "c"
+    (checkpoint / "kv_calibration").mkdir(parents=True)
+    for allowed in (None, tmp_path / "r.html", checkpoint / "kv_calibration" / "report.html"):
+        check_target(checkpoint, allowed)
+    for refused in (checkpoint / "config.json", checkpoint / "README.md", checkpoint / "kv_calibration" / "provenance.json"):
+        with pytest.raises(UsageError, match="could overwrite its files"):
+            check_target(checkpoint, refused)
+
+
+@pytest.mark.parametrize("command", [["solve", "S", "-o", "S", "--force"], ["merge", "S", "S", "-o", "S", "--force"]])
+def test_an_output_that_is_an_input_is_refused(command, tmp_path):
+    file = tmp_path / "s.safetensors"
+    planted().save(file)
+    before = file.read_bytes()
+    result = CliRunner().invoke(main, [str(file) if word == "S" else word for word in command])
+    assert result.exit_code == 2
+    assert "is an input" in result.stderr
+    assert file.read_bytes() == before

@@ -55,7 +55,7 @@ def load_mix(path: Path) -> Mix:
         raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise UsageError(f"{path} is not UTF-8 text (byte {error.start}): save it as UTF-8") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a date that does not exist is a ValueError of its own
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else str(path)
         raise UsageError(f"{where} is not YAML: {getattr(error, 'problem', None) or error}") from error

@@ -93,15 +93,15 @@ def put_to_all(
 
 
 def _put(session: Session, questionnaire: Questionnaire[Record], journal: Journal[Record], name: str, batch: int) -> list[Record]:
-    records = journal.open()
     requests = questionnaire.requests
+    records = journal.open()[: len(requests)]
     costs = [request.cost for request in requests]
     with meter(f"{questionnaire.kind} {name}", sum(costs), done=sum(costs[: len(records)])) as progress:
         for chunk in _chunks(range(len(records), len(requests)), requests, batch):
             prompts = [requests[number].tokens.tolist() for number in chunk]
             outputs = session.generate(prompts, requests[chunk[0]].max_new_tokens, questionnaire.stop_ids)
             new = [questionnaire.record(number, output) for number, output in zip(chunk, outputs, strict=True)]
-            journal.add(new)
+            journal.add(new, chunk[0])
             records += new
             progress.advance(sum(costs[number] for number in chunk))
     return records

@@ -93,6 +93,8 @@ def run_compare(checkpoint: Path, options: CompareOptions, extra: Mapping[str, P
     if options.engine == "vllm":
         _check_vllm(source)
     corpus = _corpus(source, options, options.corpus())
+    if all(len(sample.tokens) < 2 for sample in corpus.samples):
+        raise UsageError("nothing to score: rows need at least 2 tokens, give a greater --sequence-length or longer text")
     if corpus.digest in {run["corpus"]["digest"] for run in calibrated.provenance}:
         raise UsageError(f"{options.data} with these options is the very text that was calibrated on: held-out text must be other text")
     local = TransformersEngine(
@@ -229,7 +231,11 @@ def _digest(plan: dict[str, Any], variant: Variant) -> str:
 
 
 def _same(file: Path, plan: str) -> bool:
-    header = read_header(file)
+    try:
+        header = read_header(file)
+    except UsageError as error:
+        note(f"{error}: scored anew")
+        return False
     return header.get("schema") == _SCHEMA and header.get("plan") == plan
 
 

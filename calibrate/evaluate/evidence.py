@@ -60,7 +60,21 @@ def read_provenance(checkpoint: Path) -> dict[str, Any]:
         raise UsageError(f"{path} is not readable JSON: {error}") from error
     if not isinstance(value, dict) or not isinstance(value.get("scales"), str) or not isinstance(value.get("files"), dict):
         raise UsageError(f"{path} is damaged: it names no scales digest or no files")
+    try:
+        weights = [row["sha256"] for run in value["runs"] for row in run["model"]["weights"]]
+    except (KeyError, TypeError) as error:
+        raise UsageError(f"{path} is damaged: its runs do not name the weights that were calibrated") from error
+    if not all(isinstance(digest, str) for digest in weights):
+        raise UsageError(f"{path} is damaged: its runs do not name the weights that were calibrated")
     return value
+
+
+def check_target(checkpoint: Path, path: Path | None) -> None:
+    """Raise UsageError where a report or verdict would be written over the checkpoint's own files: in it, kv_calibration/*.html, .md and .xml may be."""
+    if path is None or not path.resolve().is_relative_to(checkpoint.resolve()):
+        return
+    if path.resolve().parent != (checkpoint / PROVENANCE).resolve().parent or path.suffix not in (".html", ".md", ".xml"):
+        raise UsageError(f"{path} lies in the checkpoint and could overwrite its files: give a path elsewhere")
 
 
 def subject_of(checkpoint: Path) -> Subject:

@@ -7,6 +7,7 @@ from calibrate.evaluate.fidelity import kl_difference, nll_difference
 from calibrate.evaluate.mcnemar import compare_cells
 from calibrate.evaluate.results import CALIBRATED, RANDOM, SIXTEEN_BIT, UNIT, CompareResult, Fidelity, Ladder, NeedleResult
 
+_ENOUGH_DOCUMENTS = 8
 LEVELS = (UNIT, RANDOM, CALIBRATED)  # cheapest first
 _NAMES = {UNIT: "scale 1.0", RANDOM: "random-token scales", CALIBRATED: "calibrated scales"}
 
@@ -39,6 +40,9 @@ def decide(result: CompareResult, needles: NeedleResult | None = None, bounds: L
         if name not in found:
             raise UsageError(f"the comparison holds no {name} variant: nothing can be said about levels")
     reasons = [f"{_NAMES[name]}: not measured" for name in LEVELS if name not in found]
+    documents = len(found[CALIBRATED].documents)
+    if documents < _ENOUGH_DOCUMENTS:
+        reasons.append(f"only {documents} documents were scored: too few to tell levels apart, give more --samples")
     good: list[Fidelity] = []
     for name in LEVELS:
         if name not in found:

@@ -130,7 +130,7 @@ def load_needles(path: Path) -> NeedleSet:
         raise UsageError(f"no such file: {path}") from error
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read {path}: {error}") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a date that does not exist is a ValueError of its own
         raise UsageError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     try:
         return NeedleSet.model_validate(content)

@@ -51,6 +51,8 @@ class NeedleGrid:
             values = getattr(self, name)
             if not values or len(set(values)) < len(values):
                 raise UsageError(f"the needle grid's {name} must be some, each once: {', '.join(map(str, values)) or 'none given'}")
+        if min(self.lengths) < 1:
+            raise UsageError(f"lengths are tokens of whole prompts, at least 1: {', '.join(map(str, self.lengths))}")
         if self.needles_per_cell < 1:
             raise UsageError(f"an empty needle grid: {self.needles_per_cell} needles a cell")
         unknown = next((task for task in self.tasks if task not in TASKS), None)

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from calibrate.errors import UsageError
 from calibrate.evaluate.kvformats import FORMATS, SIXTEEN_BIT, CachedLayer, stored_in
 from calibrate.model.cache import PassingCache
-from calibrate.model.source import SCALES_FILE, context_length_of, read_safetensors_header
+from calibrate.model.source import INDEX_FILE, SCALES_FILE, SINGLE_FILE, context_length_of, read_safetensors_header
 
 SCHEMA = "kv-calibrate/plan/1"
 _PROBE_TOKENS = 8
@@ -166,8 +166,18 @@ def _tensor_bytes(cache_layer: Any) -> int:
     return sum(one.numel() * one.element_size() for one in found if isinstance(one, torch.Tensor))
 
 
+def _weight_files(folder: Path) -> list[Path]:
+    """The files that are loaded: the index's, else model.safetensors, else all (a consolidated copy may lie beside them)."""
+    index = folder / INDEX_FILE
+    if index.is_file():
+        return sorted({folder / name for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()} - {folder / SCALES_FILE})
+    if (folder / SINGLE_FILE).is_file():
+        return [folder / SINGLE_FILE]
+    return sorted(path for path in folder.glob("*.safetensors") if path.name != SCALES_FILE)
+
+
 def _weight_bytes(folder: Path, network: torch.nn.Module) -> tuple[int, str]:
-    files = sorted(path for path in folder.glob("*.safetensors") if path.name != SCALES_FILE)
+    files = _weight_files(folder)
     if not files:
         return sum(parameter.numel() * parameter.element_size() for parameter in network.parameters()), "config.json (16-bit weights)"
     total = 0

@@ -107,9 +107,9 @@ def load_policy(path: Path | None = None) -> Policy:
         return Policy.model_validate({} if value is None else value)
     except OSError as error:
         raise UsageError(f"cannot read policy {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UsageError(f"policy {path} is not YAML: {' '.join(str(error).split())}") from error
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "the file"
         raise UsageError(f"policy {path}: {where}: {first['msg']}") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a date that does not exist is a ValueError of its own
+        raise UsageError(f"policy {path} is not YAML: {' '.join(str(error).split())}") from error

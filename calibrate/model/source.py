@@ -150,7 +150,7 @@ def resolve_model(spec: str | None) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(spec, ignore_patterns=["*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx", "original/*"]))
+        return Path(snapshot_download(spec, ignore_patterns=["consolidated*", "*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx", "original/*"]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).splitlines()[0]
         raise UsageError(f"{spec} is neither a folder here nor a model that the hub gave: {reason}") from error

@@ -70,7 +70,7 @@ def read_provenance(checkpoint: Path) -> dict[str, Any]:
 
 
 def check_target(checkpoint: Path, path: Path | None) -> None:
-    """Raise UsageError where a report or verdict would be written over the checkpoint's own files: in it, kv_calibration/*.html, .md and .xml may be."""
+    """Raise UsageError where a report or verdict would overwrite the checkpoint: in it only kv_calibration/*.html, .md and .xml may be written."""
     if path is None or not path.resolve().is_relative_to(checkpoint.resolve()):
         return
     if path.resolve().parent != (checkpoint / PROVENANCE).resolve().parent or path.suffix not in (".html", ".md", ".xml"):

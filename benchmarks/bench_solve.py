@@ -16,7 +16,6 @@ from calibrate.statistics import CACHE_DTYPES, CODES, PARTS, Observed, Statistic
 PREDICTED = {
     "file": "50 MB",
     "load": "0.5 s",
-    "digest": "0.5 s",
     **{("tensor", name): "0.6 s" for name in POLICIES},
     ("tensor", "mse"): "0.9 s",
     **{("head", name): "0.8 s" for name in POLICIES},

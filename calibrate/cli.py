@@ -120,7 +120,7 @@ def run(output: Path | None, force: bool, verify: bool, as_json: bool, **options
     from calibrate import pipeline, tables
 
     result = pipeline.run(_job(options), output, force=force, verify=verify)
-    _show(as_json, tables.job_as_dict(result), lambda: tables.job(result))
+    show(as_json, tables.job_as_dict(result), lambda: tables.job(result))
     if result.readback is not None and not result.readback.ok:
         sys.exit(1)
 
@@ -137,7 +137,7 @@ def collect(output: Path, force: bool, as_json: bool, **options: Any) -> None:
     from calibrate import steps, tables
 
     statistics = steps.collect_to_file(_job(options), output, force=force)
-    _show(as_json, tables.statistics_as_dict(statistics, output), lambda: tables.statistics(statistics, output))
+    show(as_json, tables.statistics_as_dict(statistics, output), lambda: tables.statistics(statistics, output))
 
 
 @main.command()
@@ -152,7 +152,7 @@ def solve(statistics: Path, output: Path, force: bool, as_json: bool, **options:
     from calibrate import steps, tables
 
     scales = steps.solve_to_file(statistics, _job(options), output, force=force)
-    _show(as_json, tables.scales_as_dict(scales, output), lambda: tables.scales(scales, output))
+    show(as_json, tables.scales_as_dict(scales, output), lambda: tables.scales(scales, output))
 
 
 @main.command()
@@ -170,7 +170,7 @@ def write(scales: Path, model: str, output: Path, statistics: Path | None, force
     written = steps.write_from_files(
         scales, _job({"model": model, "trust_remote_code": trust_remote_code}), output, statistics=statistics, force=force
     )
-    _show(as_json, tables.written_as_dict(written), lambda: tables.written(written))
+    show(as_json, tables.written_as_dict(written), lambda: tables.written(written))
 
 
 @main.command()
@@ -183,7 +183,7 @@ def merge(statistics: tuple[Path, ...], output: Path, force: bool, as_json: bool
     from calibrate import steps, tables
 
     merged = steps.merge_files(statistics, output, force=force)
-    _show(as_json, tables.statistics_as_dict(merged, output), lambda: tables.statistics(merged, output))
+    show(as_json, tables.statistics_as_dict(merged, output), lambda: tables.statistics(merged, output))
 
 
 @main.command()
@@ -200,7 +200,7 @@ def verify(checkpoint: Path, tensor_parallel_size: int, kv_cache_dtype: str | No
 
     forget_readback(checkpoint)
     result = verify_checkpoint(checkpoint, tensor_parallel_size=tensor_parallel_size, kv_cache_dtype=kv_cache_dtype, timeout=timeout)
-    _show(as_json, result.as_dict(), lambda: tables.readback(result))
+    show(as_json, result.as_dict(), lambda: tables.readback(result))
     save_readback(checkpoint, result)
     if not result.ok:
         sys.exit(1)
@@ -215,7 +215,7 @@ def inspect(path: Path, as_json: bool, **options: Any) -> None:
     from calibrate import steps, tables
 
     result = steps.inspect_path(path, _job(options))
-    _show(as_json, result.as_dict(), lambda: tables.inspection(result))
+    show(as_json, result.as_dict(), lambda: tables.inspection(result))
 
 
 @main.command()
@@ -225,7 +225,7 @@ def doctor(as_json: bool) -> None:
     from calibrate.host import describe_host, render
 
     report = describe_host()
-    _show(as_json, report.as_dict(), lambda: render(report))
+    show(as_json, report.as_dict(), lambda: render(report))
 
 
 @main.group()
@@ -241,7 +241,7 @@ def recipes_list(as_json: bool) -> None:
     from calibrate.recipes import all_recipes
 
     found = all_recipes()
-    _show(as_json, {name: recipe.model_dump() for name, recipe in found.items()}, lambda: tables.recipe_list(found))
+    show(as_json, {name: recipe.model_dump() for name, recipe in found.items()}, lambda: tables.recipe_list(found))
 
 
 @recipes.command("show")
@@ -258,7 +258,7 @@ def recipes_show(family: str, as_json: bool) -> None:
     if family not in found:
         raise UsageError(f"no recipe {family}: there are {', '.join(found)}")
     text = resource("recipes", f"{family}.yaml").read_text(encoding="utf-8")
-    _show(as_json, found[family].model_dump(), lambda: Syntax(text, "yaml", background_color="default"))
+    show(as_json, found[family].model_dump(), lambda: Syntax(text, "yaml", background_color="default"))
 
 
 def _job(options: dict[str, Any]) -> Any:
@@ -267,7 +267,8 @@ def _job(options: dict[str, Any]) -> Any:
     return JobOptions(**options)
 
 
-def _show(as_json: bool, value: dict[str, Any], render: Callable[[], Any]) -> None:
+def show(as_json: bool, value: dict[str, Any], render: Callable[[], Any]) -> None:
+    """Print a result: JSON for machines, else what `render` makes of it."""
     if as_json:
         click.echo(json.dumps(_finite(value), indent=2, ensure_ascii=False, allow_nan=False))
     else:

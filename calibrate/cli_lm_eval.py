@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def lm_eval(checkpoint: Path, as_json: bool, **options: Any) -> None:
     """lm-eval's tasks, the same requests with every cache of CHECKPOINT. Needs the extra kv-calibrate[lm-eval]."""
     from calibrate import trials
-    from calibrate.cli import _show as show
+    from calibrate.cli import show
 
     choice, variants = _choice(options)
     result = trials.harness(checkpoint, choice, variants, **options)

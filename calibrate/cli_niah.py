@@ -63,7 +63,7 @@ def _shared(command: Callable) -> Callable:
 def niah(checkpoint: Path, heatmaps: Path | None, as_json: bool, **options: Any) -> None:
     """Needles in haystacks: recall of CHECKPOINT by prompt length and depth, the same prompts with every cache. Resumes where it was killed."""
     from calibrate import trials
-    from calibrate.cli import _show as show
+    from calibrate.cli import show
     from calibrate.evaluate.heatmap import write_heatmaps
     from calibrate.evaluate.niah import KIND, NeedleGrid
     from calibrate.evaluate.summary import needle_summary
@@ -87,7 +87,7 @@ def niah(checkpoint: Path, heatmaps: Path | None, as_json: bool, **options: Any)
 def reason(checkpoint: Path, as_json: bool, **options: Any) -> None:
     """Problems of several steps with known answers: how many CHECKPOINT solves with every cache. Resumes where it was killed."""
     from calibrate import trials
-    from calibrate.cli import _show as show
+    from calibrate.cli import show
     from calibrate.evaluate.reasoning import KIND, ReasoningPlan
     from calibrate.evaluate.summary import reasoning_summary
 

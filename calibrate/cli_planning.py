@@ -27,7 +27,7 @@ _GIB = 1 << 30
 @as_json
 def plan(model: str, gpu_memory: str, context: int, reserve: str, plot: Path | None, as_json: bool, **options: Any) -> None:
     """KV-cache bytes and sequences that fit for MODEL (a folder, a config.json or a hub id) in every cache format. Needs no weights."""
-    from calibrate.cli import _show as show
+    from calibrate.cli import show
     from calibrate.evaluate.planning import make_plan, model_memory, parse_size
     from calibrate.evaluate.planplot import draw
     from calibrate.model import resolve_model
@@ -68,7 +68,7 @@ def plan(model: str, gpu_memory: str, context: int, reserve: str, plot: Path | N
 @as_json
 def bench(model: str, kv_cache_memory: str | None, as_json: bool, **options: Any) -> None:
     """Serve MODEL with a 16-bit and an FP8 cache of equal memory: capacity, throughput, latency, and what to make of them."""
-    from calibrate.cli import _show as show
+    from calibrate.cli import show
     from calibrate.evaluate.planning import parse_size
     from calibrate.evaluate.serving import BenchOptions, bench
     from calibrate.model import resolve_model

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout.")
 def compare(checkpoint: Path, variants: tuple[str, ...], as_json: bool, **options: Any) -> None:
     """Compare CHECKPOINT's cache with the 16-bit one, scale 1.0 and random-token scales on held-out text, and say which level suffices."""
-    from calibrate.cli import _show as show
+    from calibrate.cli import show
     from calibrate.evaluate.compare import CompareOptions, evidence_path, run_compare
     from calibrate.evaluate.evidence import gather
     from calibrate.evaluate.ladder import decide

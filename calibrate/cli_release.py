@@ -15,7 +15,7 @@ import click
 def gate(checkpoint: Path, policy: Path | None, junit: Path | None, markdown: Path | None, as_json: bool) -> None:
     """Judge CHECKPOINT by a policy, from the evidence inside it. Exit 0: release. Exit 1: do not; every failing check says why."""
     from calibrate.artefact import write_text
-    from calibrate.cli import _show as show
+    from calibrate.cli import show
     from calibrate.evaluate.evidence import check_target
     from calibrate.gate import evaluate_gate, load_policy, render
 
@@ -41,7 +41,7 @@ def report(checkpoint: Path, output: Path | None, markdown: Path | None, policy:
     """Write one self-contained HTML file about CHECKPOINT: decision, needles, ranges, fidelity, provenance, what was not tested."""
     from rich.text import Text
 
-    from calibrate.cli import _show as show
+    from calibrate.cli import show
     from calibrate.evaluate.evidence import check_target
     from calibrate.report.write import write_report
 

@@ -116,7 +116,7 @@ def run_lm_eval(
                 if model.requests != asked.requests:
                     raise UsageError(f"{', '.join(tasks)}: the requests differ from run to run, so no two caches can be compared")
                 done = [LmEvalVariant(variant=variant.name, engine=info, truncated=model.truncated, tasks=rows)]
-                journal.add(done)
+                journal.add(done, 0)
             results += done
             journals.append(journal)
     result = LmEvalResult(subject=subject, model=source.path.resolve().name, settings=settings, variants=tuple(results))

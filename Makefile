@@ -16,13 +16,19 @@ ifneq ($(filter-out auto $(INSTALLED),$(KV_CALIBRATE_ENGINE)),)
 REMAKE := remake
 endif
 
-.PHONY: help remake calibrate verify compare niah gate report inspect doctor test test-fast lint bench clean
+.PHONY: help remake llmcompressor calibrate verify compare niah gate report inspect doctor test test-fast lint bench clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
-.venv/.ready: pyproject.toml $(wildcard env/*) $(REMAKE)
+.venv/.ready: pyproject.toml $(filter-out env/llmcompressor.%,$(wildcard env/*)) $(REMAKE)
 	@env/setup.sh
+
+# Quantizing weights needs an environment of its own; it is made when something asks for it.
+.venv-llmcompressor/.ready: $(wildcard env/llmcompressor.* env/common.sh env/cpu-*)
+	@env/llmcompressor.sh
+
+llmcompressor: .venv-llmcompressor/.ready ## the environment that quantizes weights (calibrate WEIGHTS= makes it too)
 
 calibrate: .venv/.ready ## calibrate [MODEL=] [DATA=] [RECIPE= OUTPUT= POLICY= GRANULARITY= ARGS=]; with neither: the embedded model and text
 	$(CLI) run$(if $(value MODEL), $(call q,MODEL))$(call opt,data,DATA)$(call opt,recipe,RECIPE)$(call opt,output,OUTPUT)\
@@ -63,4 +69,4 @@ bench: .venv/.ready ## the measurements in benchmarks/
 	@set -e; for script in benchmarks/bench_*.py; do echo "== $$script"; .venv/bin/python "$$script" $(ARGS); done
 
 clean: ## remove the environment and what tools left (calibrated checkpoints and the model cache stay)
-	rm -rf .venv .uv build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-llmcompressor .uv build dist .pytest_cache .ruff_cache .hypothesis

@@ -67,8 +67,8 @@ def test_help_is_the_default_and_lists_every_target():
         assert f"make {target} " in said
 
 
-def _plan(tmp_path: Path, system: str = "Linux", machine: str = "x86_64", gpu: bool = False, **environment: str):
-    """The setup script's decisions on a machine whose uname and nvidia-smi answer so."""
+def _plan(tmp_path: Path, system: str = "Linux", machine: str = "x86_64", gpu: bool = False, script: str = "setup", **environment: str):
+    """A setup script's decisions on a machine whose uname and nvidia-smi answer so."""
     tools = tmp_path / "tools"
     tools.mkdir(exist_ok=True)
     answers = {
@@ -80,7 +80,7 @@ def _plan(tmp_path: Path, system: str = "Linux", machine: str = "x86_64", gpu: b
         (tools / name).write_text(f"#!/bin/sh\n{answer}\n")
         (tools / name).chmod(0o755)
     settings = CLEAN | {"PATH": f"{tools}:{CLEAN['PATH']}", "PYTHON": sys.executable} | environment
-    return subprocess.run(["bash", str(ROOT / "env/setup.sh"), "--plan"], env=settings, capture_output=True, text=True, check=False)
+    return subprocess.run(["bash", str(ROOT / f"env/{script}.sh"), "--plan"], env=settings, capture_output=True, text=True, check=False)
 
 
 on_gpu_host = pytest.mark.skipif(Path("/dev/nvidia0").exists(), reason="this machine has a GPU, which the script sees")
@@ -128,6 +128,20 @@ def test_an_unknown_engine_and_an_unfit_python_are_told(tmp_path):
     run = _plan(tmp_path, PYTHON="/no/such/python")
     assert "not Python 3.11 to 3.13" in run.stderr
     assert "python: >=3.11,<3.14" in run.stdout
+
+
+@on_gpu_host
+def test_the_weight_quantizer_gets_its_own_pins_and_a_torch_that_fits(tmp_path):
+    said = _plan(tmp_path, script="llmcompressor").stdout
+    assert said.startswith("torch: cpu")
+    assert "env/llmcompressor.txt" in said
+    assert "--constraints env/cpu-constraints.txt --overrides env/cpu-overrides.txt --torch-backend=cpu" in said
+    for on_gpu in (_plan(tmp_path, script="llmcompressor", gpu=True), _plan(tmp_path, script="llmcompressor", KV_CALIBRATE_ENGINE="cuda")):
+        assert on_gpu.stdout.startswith("torch: cuda")
+        assert "cpu" not in on_gpu.stdout
+    refused = _plan(tmp_path, script="llmcompressor", KV_CALIBRATE_ENGINE="tpu")
+    assert refused.returncode == 3
+    assert "choose cpu, cuda, none or auto" in refused.stderr
 
 
 def test_another_engine_than_the_installed_one_remakes_the_environment(tmp_path):

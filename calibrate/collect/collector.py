@@ -22,6 +22,7 @@ from calibrate.errors import UsageError
 from calibrate.model import CacheLayout, SourceCheckpoint, cache_dtype_of, probe_layout
 from calibrate.progress import Meter, meter, note
 from calibrate.statistics import CACHE_DTYPES, Statistics
+from calibrate.statistics.second import SKIPPED_TOKENS
 
 TOKENS_PER_BATCH = {"cpu": 2048, "cuda": 16384}
 _KIND_NAMES = {"k": "K", "v": "V", "q": "Q"}
@@ -33,6 +34,7 @@ class CollectRun:
 
     Attributes:
         corpus: the samples. batches: how they are laid out; the same samples in other shapes may round differently in matmuls.
+        second_moments: whether sums of products of channels are kept, as KVarN tables need.
     """
 
     model: PreTrainedModel
@@ -40,6 +42,7 @@ class CollectRun:
     layout: CacheLayout
     corpus: Corpus
     batches: tuple[Batch, ...]
+    second_moments: bool = False
 
     @property
     def tokens(self) -> int:
@@ -47,7 +50,8 @@ class CollectRun:
 
     def provenance(self) -> dict[str, Any]:
         """What a reader needs to repeat this run, without the weights' full digests (they are added when it ends)."""
-        return {
+        second = {"second_moments": {"skipped_tokens": SKIPPED_TOKENS}} if self.second_moments else {}
+        return second | {
             "tool": f"kv-calibrate {calibrate.__version__}",
             "model": {"fingerprint": self.source.fingerprint, "model_type": self.source.model_type},
             "corpus": {"digest": self.corpus.digest, **self.corpus.description},
@@ -59,11 +63,14 @@ class CollectRun:
         }
 
 
-def prepare(model: PreTrainedModel, source: SourceCheckpoint, corpus: Corpus, *, tokens_per_batch: int | None = None) -> CollectRun:
+def prepare(
+    model: PreTrainedModel, source: SourceCheckpoint, corpus: Corpus, *, tokens_per_batch: int | None = None, second_moments: bool = False
+) -> CollectRun:
     """Probe the model and lay the corpus out in batches."""
     budget = tokens_per_batch or TOKENS_PER_BATCH.get(model.device.type, TOKENS_PER_BATCH["cuda"])
     pad = model.config.get_text_config(decoder=True).pad_token_id
-    return CollectRun(model, source, probe_layout(model), corpus, plan_batches(corpus, budget, pad_token_id=pad if isinstance(pad, int) else 0))
+    batches = plan_batches(corpus, budget, pad_token_id=pad if isinstance(pad, int) else 0)
+    return CollectRun(model, source, probe_layout(model), corpus, batches, second_moments)
 
 
 def collect(
@@ -82,7 +89,7 @@ def collect(
     """
     provenance = run.provenance()
     resume = ResumeState(state, sha256_bytes(json.dumps(provenance, sort_keys=True).encode()), state_seconds)
-    observer = Observer(run.layout, CACHE_DTYPES[cache_dtype_of(run.source)])
+    observer = Observer(run.layout, CACHE_DTYPES[cache_dtype_of(run.source)], second_moments=run.second_moments)
     done, layers = resume.read(len(run.batches))
     observer.restore(layers, _devices(run))
     finished = sum(int(batch.lengths.sum()) for batch, ready in zip(run.batches, done, strict=True) if ready)

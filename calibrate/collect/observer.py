@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from calibrate.collect.second import SecondMoments
 from calibrate.model import AttentionLayer, CacheLayout
 from calibrate.statistics import CODES, PARTS, CacheDtype, Observed
 from calibrate.statistics.exactsum import LIMBS, carry, to_limbs
@@ -21,10 +22,12 @@ class Observer:
     Args:
         layout: what the model caches.
         cache_dtype: the type that K and V are rounded to before counting; Q likewise (engines hand it to the kernel in that type).
+        second_moments: keep the sums of products of channels too.
     """
 
-    def __init__(self, layout: CacheLayout, cache_dtype: CacheDtype) -> None:
+    def __init__(self, layout: CacheLayout, cache_dtype: CacheDtype, *, second_moments: bool = False) -> None:
         self.layout = layout
+        self.second = SecondMoments(layout, cache_dtype.dtype) if second_moments else None
         self.cache_dtype = cache_dtype
         self.counts: dict[Key, torch.Tensor] = {}  # int64 [heads, 32768]
         self.part_amax: dict[Key, torch.Tensor] = {}  # int32 [4, heads]
@@ -45,6 +48,8 @@ class Observer:
         # every bit of a real token, none of padding: and-ing makes whatever stands there, NaN too, a zero, at the speed of a copy
         self._keep = -(torch.arange(width, device=device) < real[:, None]).to(torch.int16)[None, :, :, None] if self._padded else None
         self._batch_amax, self._batch_sums = {}, {}
+        if self.second is not None:
+            self.second.begin(lengths, width, device)
         if device.type == "cpu" and not self._places:
             self._places = self._results_of_a_batch()
 
@@ -75,6 +80,8 @@ class Observer:
         self._count(key, codes.flatten(1))
         if kind != "q":
             self._batch_sums[key] = self._placed(key, "sums", self._channel_sums(bits.view(self.cache_dtype.dtype)))
+        if self.second is not None:
+            self.second.see(index, kind, values)
 
     def _count(self, key: Key, codes: torch.Tensor) -> None:
         heads, elements = codes.shape
@@ -123,6 +130,8 @@ class Observer:
                 self.part_amax[key] = torch.zeros((PARTS, self._heads[key]), dtype=torch.int32, device=self._batch_amax[key].device)
             torch.maximum(self.part_amax[key][part], self._batch_amax[key], out=self.part_amax[key][part])
         self._add_sums()
+        if self.second is not None:
+            self.second.end()
         return []
 
     def _add_sums(self) -> None:
@@ -147,7 +156,8 @@ class Observer:
             key = (index, kind)
             if key in self.part_amax:
                 sums = self.sums[key].cpu().numpy() if key in self.sums else None
-                result.setdefault(index, {})[kind] = Observed(self.counts[key].cpu().numpy(), self.part_amax[key].cpu().numpy(), sums)
+                second = None if self.second is None else self.second.of(key)
+                result.setdefault(index, {})[kind] = Observed(self.counts[key].cpu().numpy(), self.part_amax[key].cpu().numpy(), sums, second)
         return result
 
     def restore(self, layers: dict[int, dict[str, Observed]], devices: dict[int, torch.device]) -> None:
@@ -159,6 +169,8 @@ class Observer:
                 self.part_amax[key] = torch.from_numpy(seen.part_amax.copy()).to(device)
                 if seen.sums is not None:
                     self.sums[key] = torch.from_numpy(seen.sums.copy()).to(device)
+                if self.second is not None and seen.second is not None:
+                    self.second.limbs[key] = torch.from_numpy(seen.second.copy()).to(device)
 
 
 def _heads(layer: AttentionLayer, kind: str) -> int:

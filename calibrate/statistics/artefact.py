@@ -14,6 +14,7 @@ from calibrate.errors import UsageError
 from calibrate.statistics.codes import CACHE_DTYPES, CODES, CacheDtype
 from calibrate.statistics.exactsum import LIMBS, carry
 from calibrate.statistics.moments import mean_and_variance
+from calibrate.statistics.second import packed_length
 
 SCHEMA = "kv-calibrate/statistics/1"
 KINDS = ("k", "v", "q")
@@ -28,11 +29,13 @@ class Observed:
         counts: elements of each magnitude code, int64 [heads, 32768].
         part_amax: largest code in each quarter of the documents, int32 [4, heads]; 0 where a quarter saw nothing but zeros.
         sums: limbs of Σx and Σx² per channel (`exactsum`), int64 [2, 4, heads, head_dim]; None for Q, where none are kept.
+        second: limbs of sums of products per KV head (`second`), int64 [4, kv_heads, packed]; None where they were not asked for.
     """
 
     counts: np.ndarray
     part_amax: np.ndarray
     sums: np.ndarray | None
+    second: np.ndarray | None = None
 
     @property
     def amax_codes(self) -> np.ndarray:
@@ -64,6 +67,11 @@ class Statistics:
     layout: dict[str, Any]
     counted: dict[str, int]
     provenance: tuple[dict[str, Any], ...]
+
+    @property
+    def has_second_moments(self) -> bool:
+        """Whether sums of products were collected, from which KVarN tables are made."""
+        return any(seen.second is not None for kinds in self.layers.values() for seen in kinds.values())
 
     def values(self) -> np.ndarray:
         """Magnitude of each code, float64 [32768]."""
@@ -125,6 +133,8 @@ class Statistics:
                 channels = layer["value_head_dim" if kind == "v" else "head_dim"]
                 if kind != "q" and (seen.sums is None or seen.sums.shape != (2, LIMBS, heads, channels)):
                     raise ValueError(f"{kind} of layer {layer['index']} has no sums of {heads} heads and {channels} channels")
+                if seen.second is not None and seen.second.shape != (LIMBS, layer["num_key_value_heads"], packed_length(channels)):
+                    raise ValueError(f"{kind} of layer {layer['index']} has second moments of another shape")
         if any(not isinstance(self.counted[name], int) for name in ("tokens", "documents", "samples")):
             raise TypeError("counted holds no whole numbers")
         for run in self.provenance:
@@ -150,8 +160,9 @@ def pack_layers(layers: dict[int, dict[str, Observed]]) -> dict[str, np.ndarray]
             tensors[f"{name}.counts"] = seen.counts[heads, codes]
             tensors[f"{name}.heads"] = np.searchsorted(heads, np.arange(len(seen.counts) + 1)).astype(np.int64)
             tensors[f"{name}.part_amax"] = seen.part_amax
-            if seen.sums is not None:
-                tensors[f"{name}.sums"] = seen.sums
+            for name_of, sums in (("sums", seen.sums), ("second", seen.second)):
+                if sums is not None:
+                    tensors[f"{name}.{name_of}"] = sums
     return tensors
 
 
@@ -169,7 +180,9 @@ def unpack_layers(tensors: dict[str, np.ndarray]) -> dict[int, dict[str, Observe
         counts = np.zeros((len(offsets) - 1, CODES), dtype=np.int64)
         heads = np.repeat(np.arange(len(counts)), np.diff(offsets))
         counts[heads, tensors[name]] = tensors[f"{stem}.counts"]
-        layers.setdefault(int(index), {})[kind] = Observed(counts, tensors[f"{stem}.part_amax"], tensors.get(f"{stem}.sums"))
+        layers.setdefault(int(index), {})[kind] = Observed(
+            counts, tensors[f"{stem}.part_amax"], tensors.get(f"{stem}.sums"), tensors.get(f"{stem}.second")
+        )
     return {index: {kind: kinds[kind] for kind in KINDS if kind in kinds} for index, kinds in sorted(layers.items())}
 
 
@@ -185,6 +198,8 @@ def merge(files: Sequence[Statistics]) -> Statistics:
     for other in files[1:]:
         if other.layout != first.layout or other.cache_dtype != first.cache_dtype:
             raise UsageError("these statistics are not of the same model: their cache layouts or cache types differ")
+        if other.has_second_moments != first.has_second_moments:
+            raise UsageError("some of these statistics hold second moments and some do not: collect all with --kvarn, or none")
         if _model_of(other) != _model_of(first):
             raise UsageError("these statistics are not of the same weights: their model fingerprints differ")
     runs = [run for file in files for run in file.provenance]
@@ -205,12 +220,18 @@ def _model_of(statistics: Statistics) -> set[str]:
 
 
 def _add(seen: Sequence[Observed]) -> Observed:
-    sums = None
-    if seen[0].sums is not None:
-        sums = np.sum([one.sums for one in seen], axis=0)
-        carry(np.moveaxis(sums, 1, 0))
     return Observed(
         counts=np.sum([one.counts for one in seen], axis=0),
         part_amax=np.max([one.part_amax for one in seen], axis=0),
-        sums=sums,
+        sums=_add_limbs([one.sums for one in seen], axis=1),
+        second=_add_limbs([one.second for one in seen], axis=0),
     )
+
+
+def _add_limbs(parts: Sequence[np.ndarray | None], axis: int) -> np.ndarray | None:
+    """`axis`: where the limbs are."""
+    if any(part is None for part in parts):
+        return None
+    total = np.sum(parts, axis=0)
+    carry(np.moveaxis(total, axis, 0))
+    return total

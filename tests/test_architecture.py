@@ -19,16 +19,21 @@ ARROWS: dict[str, set[str]] = {
     "scales": {"statistics"},
     "kvarn": {"statistics"},
     "checkpoint": {"model", "scales", "statistics", "kvarn"},
-    "engines": {"checkpoint", "model", "scales", "statistics"},  # the transformers engine loads models and quantizes their cache
-    "evaluate": {"engines", "corpus", "model", "checkpoint", "collect", "scales", "statistics"},  # it makes the baselines that it compares with
+    "lowbit": {"model", "scales", "statistics", "kvarn"},  # formats that run in the transformers engine's cache
+    "engines": {"checkpoint", "model", "scales", "statistics", "lowbit"},  # the transformers engine loads models and quantizes their cache
+    "evaluate": {"engines", "corpus", "model", "checkpoint", "collect", "scales", "statistics", "lowbit"},  # it makes the baselines that it compares with
     "gate": {"evaluate", "engines", "checkpoint", "model", "scales", "statistics"},  # it reads what these wrote; it runs none of them
     "report": {"gate", "evaluate", "scales", "statistics"},  # their results and how those are read; it computes none
     "recipes": {"scales"},
+    "families": {"corpus", "model", "statistics", "collect", "scales", "checkpoint", "engines", "recipes", "pipeline"},  # the main job on tiny models
     "inspection": {"checkpoint", "scales", "statistics"},
 }
 ABOVE = {"pipeline", "trials", "steps", "tables", "cli", "__main__", "__init__"}  # these put the rooms together
 # file → why it may catch everything
-CATCHES_ALL = {"engines/light_child.py": "a matrix over many models: one that fails is a row with its message"}
+CATCHES_ALL = {
+    "engines/light_child.py": "a matrix over many models: one that fails is a row with its message",
+    "families/check.py": "the same, for what happens before vLLM",
+}
 SPEAKS_OF_VLLM = {"engines", "evaluate", "host"}
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 
 from calibrate.engines.session import Variant
 from calibrate.errors import UsageError
@@ -71,6 +72,10 @@ class QuantizedCache(DynamicCache):
     def __init__(self, config: Any, quantizer: CacheQuantizer) -> None:
         super().__init__(config=config)
         self._quantizer = quantizer
+
+    def can_return_to(self, length: int) -> bool:
+        """Whether cropping to `length` tokens is exact: sliding windows and recurrent states cannot go back."""
+        return all(type(layer) is DynamicLayer for layer in self.layers)
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any):
         """Store and return quantized K and V, [batch, kv_heads, seq, head_dim]: this block attends to them as later ones will."""

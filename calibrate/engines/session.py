@@ -8,6 +8,8 @@ from typing import Protocol
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
+from calibrate.artefact import sha256_bytes
+from calibrate.lowbit import LowBitFormat
 from calibrate.scales import Scales
 
 
@@ -17,11 +19,19 @@ class Variant:
 
     Attributes:
         name: "16-bit", "unit", "random", "old-formula", "calibrated", or the user's own.
-        scales: None for the 16-bit cache.
+        scales: of an FP8 cache, None for any other.
+        store: a low-bit format, which the transformers engine runs; None with scales, and for the 16-bit cache.
     """
 
     name: str
     scales: Scales | None
+    store: LowBitFormat | None = None
+
+    def digest(self) -> str | None:
+        """What tells its cache from another of the same name: None for the 16-bit cache."""
+        if self.store is not None:
+            return sha256_bytes(self.store.name.encode(), (self.store.digest or "").encode())
+        return None if self.scales is None else self.scales.digest()
 
 
 class EngineInfo(BaseModel):

@@ -1,4 +1,4 @@
-"""The engine that runs everywhere: transformers, with an FP8 cache emulated exactly (`quantized_cache`)."""
+"""The engine that runs everywhere: transformers, with an FP8 cache emulated exactly (`quantized_cache`), or a low-bit one (`calibrate.lowbit`)."""
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicLayer
 
 from calibrate.engines.quantized_cache import CacheQuantizer, QuantizedCache
 from calibrate.engines.session import EngineInfo, TokenScores, Variant
 from calibrate.errors import UsageError
+from calibrate.lowbit import LowBitCache, Placement
 from calibrate.model import CacheLayout, SourceCheckpoint, cache_dtype_of, choose_device, compute_dtype, load_model, probe_layout
 from calibrate.model.attention import wrapped_attention
 from calibrate.model.source import context_length_of
@@ -61,12 +61,18 @@ class TransformersEngine:
 
     @contextmanager
     def session(self, variant: Variant) -> Iterator["TransformersSession"]:
-        """The model with this variant's cache. One session at a time."""
+        """The model with this variant's cache. One session at a time.
+
+        Raises:
+            UsageError: scales, tables or codebooks of another model, or a model that the variant's format cannot store.
+        """
         cache_dtype = CACHE_DTYPES[cache_dtype_of(self.source)].dtype
         quantizer = CacheQuantizer(self.layout, variant, cache_dtype, self.model)
+        config = self.model.config.get_text_config(decoder=True)
+        placement = None if variant.store is None else Placement(self.layout, variant.store, cache_dtype, config)
         queries = self.quantize_queries and bool(quantizer.indices)
         with wrapped_attention(self.model, _quantized_queries(quantizer)) if queries else nullcontext():
-            yield TransformersSession(self.model, self.layout, quantizer, self.block, queries)
+            yield TransformersSession(self.model, self.layout, quantizer, self.block, queries, placement)
 
 
 def _quantized_queries(quantizer: CacheQuantizer) -> Callable[..., Any]:
@@ -80,23 +86,34 @@ def _quantized_queries(quantizer: CacheQuantizer) -> Callable[..., Any]:
 class TransformersSession:
     """A model with one variant of the cache; rows and prompts go through it one at a time."""
 
-    def __init__(self, model: PreTrainedModel, layout: CacheLayout, quantizer: CacheQuantizer, block: int, queries: bool) -> None:
+    def __init__(
+        self, model: PreTrainedModel, layout: CacheLayout, quantizer: CacheQuantizer, block: int, queries: bool, placement: Placement | None = None
+    ) -> None:
         self._model, self._layout, self._quantizer, self._block, self._queries = model, layout, quantizer, block, queries
+        self._placement = placement
         self._config = model.config.get_text_config(decoder=True)
-        self._kept: tuple[list[int], QuantizedCache] | None = None  # the last prompt and its cache
+        self._kept: tuple[list[int], QuantizedCache | LowBitCache] | None = None  # the last prompt and its cache
 
     def info(self) -> EngineInfo:
         """What computes here."""
         device = self._model.device
-        fmt = self._quantizer.format
         return EngineInfo(
             engine="transformers",
             version=f"transformers {version('transformers')}, torch {version('torch')}",
             attention_backend=f"{self._config._attn_implementation}{', fp8 queries' if self._queries else ''}",
-            kv_cache_dtype=str(self._quantizer.cache_dtype).removeprefix("torch.") if fmt is None else f"fp8_{fmt.name}",
+            kv_cache_dtype=self._cache_name(),
             compute_dtype=str(self._model.dtype).removeprefix("torch."),
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         )
+
+    def _cache_name(self) -> str:
+        if self._placement is not None:
+            return self._placement.fmt.name
+        fmt = self._quantizer.format
+        return str(self._quantizer.cache_dtype).removeprefix("torch.") if fmt is None else f"fp8_{fmt.name}"
+
+    def _new_cache(self) -> QuantizedCache | LowBitCache:
+        return QuantizedCache(self._config, self._quantizer) if self._placement is None else LowBitCache(self._config, self._placement)
 
     @torch.inference_mode()
     def score(self, rows: Sequence[Sequence[int]]) -> list[TokenScores]:
@@ -104,7 +121,7 @@ class TransformersSession:
         return [self._score(self._checked(row, "row", 2)) for row in rows]
 
     def _score(self, row: list[int]) -> TokenScores:
-        cache = QuantizedCache(self._config, self._quantizer)
+        cache = self._new_cache()
         most = _LOGITS_AT_ONCE.get(self._model.device.type, _LOGITS_AT_ONCE["cuda"]) // self._config.vocab_size
         step = max(1, min(self._block, most))
         targets = torch.tensor(row[1:], device=self._model.device)
@@ -136,22 +153,22 @@ class TransformersSession:
         self._kept = (prompt, cache)
         return result
 
-    def _prefix(self, prompt: list[int]) -> tuple[QuantizedCache, int]:
+    def _prefix(self, prompt: list[int]) -> tuple[QuantizedCache | LowBitCache, int]:
         """A cache that holds the whole blocks which this prompt shares with the last one, and how many tokens that is.
 
-        Whole blocks were computed by the very same forwards, so reuse changes no bit. Sliding windows and recurrent states cannot go back.
+        Whole blocks were computed by the very same forwards, so reuse changes no bit where the cache can go back to what it held then.
         """
         kept, self._kept = self._kept, None
-        if kept is not None and all(type(layer) is DynamicLayer for layer in kept[1].layers):
+        if kept is not None:
             before, cache = kept
             shared = next((place for place, (a, b) in enumerate(zip(before, prompt, strict=False)) if a != b), min(len(before), len(prompt)))
             done = min(shared, len(prompt) - 1) // self._block * self._block
-            if done:
+            if done and cache.can_return_to(done):
                 cache.crop(done - cache.get_seq_length())
                 return cache, done
-        return QuantizedCache(self._config, self._quantizer), 0
+        return self._new_cache(), 0
 
-    def _forward(self, tokens: list[int], cache: QuantizedCache, **options: Any) -> Any:
+    def _forward(self, tokens: list[int], cache: QuantizedCache | LowBitCache, **options: Any) -> Any:
         return self._model(input_ids=torch.tensor([tokens], device=self._model.device), past_key_values=cache, use_cache=True, **options)
 
     def _checked(self, tokens: Sequence[int], what: str, least: int, room: int = 0) -> list[int]:

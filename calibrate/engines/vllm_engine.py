@@ -118,9 +118,12 @@ class VllmEngine(_Settings):
         """Start vLLM on the variant; the child and all of its group are gone when the context ends.
 
         Raises:
+            UsageError: a low-bit format, which only the transformers engine runs.
             HostError: no vLLM, too few devices, or a host that cannot run FP8.
             CheckFailed: vLLM refused the checkpoint, holds other scales than the file, or keeps a cache of another type than asked for.
         """
+        if variant.store is not None:
+            raise UsageError(f"{variant.store.name} runs in the transformers engine alone: give --engine transformers")
         distribution = vllm_distribution()
         cuda = uses_cuda(distribution)
         check_parallel(self.tensor_parallel_size, cuda)

@@ -120,6 +120,6 @@ def _chunks(numbers: range, requests: Sequence[Request], batch: int) -> Iterator
 
 
 def _plan(questionnaire: Questionnaire[Record], variant: Variant, info: EngineInfo) -> str:
-    scales = None if variant.scales is None else variant.scales.digest()
-    fixed = [questionnaire.kind, questionnaire.description, questionnaire.stop_ids, variant.name, scales, info.model_dump()]
+    cache = variant.digest()
+    fixed = [questionnaire.kind, questionnaire.description, questionnaire.stop_ids, variant.name, cache, info.model_dump()]
     return sha256_bytes(json.dumps(fixed, sort_keys=True).encode())

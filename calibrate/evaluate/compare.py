@@ -226,8 +226,8 @@ def _plan(weights: list[dict[str, Any]], corpus: Corpus, options: CompareOptions
 
 
 def _digest(plan: dict[str, Any], variant: Variant) -> str:
-    scales = None if variant.scales is None else variant.scales.digest()
-    return sha256_bytes(json.dumps([plan, variant.name, scales], sort_keys=True).encode())
+    cache = variant.digest()
+    return sha256_bytes(json.dumps([plan, variant.name, cache], sort_keys=True).encode())
 
 
 def _same(file: Path, plan: str) -> bool:

@@ -106,8 +106,8 @@ def run_lm_eval(
         with engine.session(variant) as session:
             info = session.info()
             path = checkpoint / FOLDER / f"{KIND}-{info.engine}.json"
-            scales = None if variant.scales is None else variant.scales.digest()
-            plan = json.dumps([subject.model_dump(), settings, variant.name, scales, info.model_dump()], sort_keys=True)
+            cache = variant.digest()
+            plan = json.dumps([subject.model_dump(), settings, variant.name, cache, info.model_dump()], sort_keys=True)
             journal = Journal(path, variant.name, sha256_bytes(plan.encode()), LmEvalVariant)
             done = journal.open()
             if not done:

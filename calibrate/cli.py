@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 import calibrate
-from calibrate import cli_lm_eval, cli_niah, cli_planning, cli_proof, cli_release
+from calibrate import cli_lm_eval, cli_niah, cli_planning, cli_proof, cli_recipes, cli_release
 from calibrate.errors import CalibrateError, UsageError
 from calibrate.progress import stderr
 
@@ -228,39 +228,6 @@ def doctor(as_json: bool) -> None:
     show(as_json, report.as_dict(), lambda: render(report))
 
 
-@main.group()
-def recipes() -> None:
-    """The recipe library."""
-
-
-@recipes.command("list")
-@as_json
-def recipes_list(as_json: bool) -> None:
-    """All recipes and the model types that they are for."""
-    from calibrate import tables
-    from calibrate.recipes import all_recipes
-
-    found = all_recipes()
-    show(as_json, {name: recipe.model_dump() for name, recipe in found.items()}, lambda: tables.recipe_list(found))
-
-
-@recipes.command("show")
-@click.argument("family")
-@as_json
-def recipes_show(family: str, as_json: bool) -> None:
-    """A recipe as its author wrote it, comments and all."""
-    from rich.syntax import Syntax
-
-    from calibrate.recipes import all_recipes
-    from calibrate.resources import resource
-
-    found = all_recipes()
-    if family not in found:
-        raise UsageError(f"no recipe {family}: there are {', '.join(found)}")
-    text = resource("recipes", f"{family}.yaml").read_text(encoding="utf-8")
-    show(as_json, found[family].model_dump(), lambda: Syntax(text, "yaml", background_color="default"))
-
-
 def _job(options: dict[str, Any]) -> Any:
     from calibrate.pipeline import JobOptions
 
@@ -292,3 +259,4 @@ main.add_command(cli_planning.plan)
 main.add_command(cli_planning.bench)
 main.add_command(cli_release.gate)
 main.add_command(cli_release.report)
+main.add_command(cli_recipes.recipes)

@@ -46,11 +46,13 @@ class JobOptions(BaseModel):
     percentile: float | None = None
     search_octaves: int | None = None
 
-    def corpus(self, recipe: Recipe) -> CorpusOptions:
-        """The recipe's corpus with what was asked for on top."""
+    def corpus(self, recipe: Recipe, context_length: int | None = None) -> CorpusOptions:
+        """The recipe's corpus, its rows no longer than the model's context, with what was asked for on top."""
+        proposed = recipe.corpus.model_dump()
+        proposed["sequence_length"] = min(proposed["sequence_length"], context_length or proposed["sequence_length"])
         chosen = {name: getattr(self, name) for name in ("data", "samples", "sequence_length") if getattr(self, name) is not None}
         rest = {name: getattr(self, name) for name in ("seed", "text_column", "chat_column", "split")}
-        return CorpusOptions(**{**recipe.corpus.model_dump(), **chosen, **rest})
+        return CorpusOptions(**{**proposed, **chosen, **rest})
 
     def scales(self, recipe: Recipe) -> PolicyOptions:
         """The recipe's scale options with what was asked for on top."""
@@ -76,7 +78,7 @@ def run(options: JobOptions, output: Path | None, *, force: bool = False, verify
     """Calibrate, write, and have vLLM read it back."""
     source = open_source(options)
     output = output or Path("calibrated") / model_name(source, options)
-    recipe = choose_recipe(source.model_type, options.recipe)
+    recipe = recipe_for(source, options)
     policy = options.scales(recipe)
     check_writable(source, output, policy, force=force)
     note(f"model {source.path} ({source.model_type}), recipe {recipe.family}, output {output}")
@@ -102,11 +104,16 @@ def open_source(options: JobOptions) -> SourceCheckpoint:
     return SourceCheckpoint.open(resolve_model(options.model), trust_remote_code=options.trust_remote_code)
 
 
+def recipe_for(source: SourceCheckpoint, options: JobOptions) -> Recipe:
+    """The recipe that was asked for, else the model's."""
+    return choose_recipe(source.model_type, options.recipe, source.text_config.get("model_type", ""))
+
+
 def collect_statistics(source: SourceCheckpoint, options: JobOptions, recipe: Recipe, *, state: Path | None) -> Statistics:
     """Corpus and model → statistics; an interrupted run goes on from `state`."""
     device = choose_device(options.device)
     tokenizer = load_tokenizer(source, trust_remote_code=options.trust_remote_code)
-    corpus = load_corpus(options.corpus(recipe), tokenizer, vocab_size=source.vocab_size, context_length=source.context_length)
+    corpus = load_corpus(options.corpus(recipe, source.context_length), tokenizer, vocab_size=source.vocab_size, context_length=source.context_length)
     model = load_model(source, device=device, dtype=compute_dtype(source, device, options.dtype), trust_remote_code=options.trust_remote_code)
     try:
         return collect(prepare(model, source, corpus, tokens_per_batch=options.tokens_per_batch), state=state, state_seconds=options.save_every)

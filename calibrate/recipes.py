@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from calibrate.errors import UsageError
 from calibrate.resources import resource
@@ -40,11 +40,24 @@ class Recipe(BaseModel):
     family: str
     description: str
     model_types: tuple[str, ...] = Field(description="`model_type` values of config.json that this recipe is for")
-    support: Literal["vllm", "collect-only"] = "vllm"
+    support: Literal["vllm", "collect-only", "refused"] = Field(
+        "vllm", description="collect-only: statistics can be collected, vLLM loads no scales; refused: nothing to calibrate"
+    )
+    reason: str | None = Field(None, min_length=1, description="why vLLM cannot serve it with scales; needed unless support is vllm")
     corpus: CorpusChoice = CorpusChoice()
     scales: PolicyOptions = PolicyOptions()
+    skip_layers: tuple[int | Literal["sliding_window"], ...] = Field((), description="layers that are proposed for a cache in 16 bits")
     engine_notes: tuple[str, ...] = ()
     traps: tuple[Trap, ...] = ()
+    tiny: dict[str, dict[str, Any]] = Field({}, description="model type → config fields of a tiny random model, for `recipes check`")
+
+    @model_validator(mode="after")
+    def _complete(self) -> "Recipe":
+        if (self.support == "vllm") != (self.reason is None):
+            raise ValueError("`reason` goes with support: collect-only or refused, and only with those")
+        if self.tiny.keys() - set(self.model_types):
+            raise ValueError(f"tiny has {min(self.tiny.keys() - set(self.model_types))}, which is not among model_types")
+        return self
 
 
 def load_recipe(path: Path) -> Recipe:
@@ -67,13 +80,20 @@ def all_recipes() -> dict[str, Recipe]:
     return {path.stem: load_recipe(path) for path in sorted(resource("recipes").glob("*.yaml"))}
 
 
-def choose_recipe(model_type: str, asked: str | None) -> Recipe:
-    """The recipe asked for (a file or a family), else the one for this model type, else the fallback."""
+def find_recipe(asked: str) -> Recipe:
+    """The recipe asked for: a family that ships, or a user's own file. Raises UsageError: there is neither."""
     recipes = all_recipes()
+    if asked in recipes:
+        return recipes[asked]
+    if Path(asked).suffix in (".yaml", ".yml") or Path(asked).exists():
+        return load_recipe(Path(asked))
+    raise UsageError(f"no recipe {asked}: give a file, or one of {', '.join(recipes)}")
+
+
+def choose_recipe(model_type: str, asked: str | None, text_model_type: str = "") -> Recipe:
+    """The recipe asked for (a file or a family), else the one for this model type, else for its language model's, else the fallback."""
     if asked is not None:
-        if asked in recipes:
-            return recipes[asked]
-        if Path(asked).suffix in (".yaml", ".yml") or Path(asked).exists():
-            return load_recipe(Path(asked))
-        raise UsageError(f"no recipe {asked}: give a file, or one of {', '.join(recipes)}")
-    return next((recipe for recipe in recipes.values() if model_type in recipe.model_types), recipes[FALLBACK])
+        return find_recipe(asked)
+    recipes = all_recipes()
+    fitting = (recipe for kind in (model_type, text_model_type) for recipe in recipes.values() if kind in recipe.model_types)
+    return next(fitting, recipes[FALLBACK])

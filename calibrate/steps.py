@@ -7,7 +7,7 @@ from calibrate.artefact import discard, read_header
 from calibrate.checkpoint import Written, check_creatable, write_checkpoint
 from calibrate.errors import UsageError
 from calibrate.inspection import Inspection, inspect
-from calibrate.pipeline import JobOptions, collect_statistics, open_source
+from calibrate.pipeline import JobOptions, collect_statistics, open_source, recipe_for
 from calibrate.recipes import choose_recipe
 from calibrate.scales import Scales, solve
 from calibrate.statistics import Statistics, merge
@@ -18,7 +18,7 @@ def collect_to_file(options: JobOptions, output: Path, *, force: bool) -> Statis
     _check_new(output, force)
     source = open_source(options)
     state = output.with_name(f".{output.name}.collect-state.safetensors")
-    statistics = collect_statistics(source, options, choose_recipe(source.model_type, options.recipe), state=state)
+    statistics = collect_statistics(source, options, recipe_for(source, options), state=state)
     statistics.save(output)
     discard(state)
     return statistics

@@ -1,6 +1,7 @@
 """Results as people read them on a terminal, and as programs read them with --json."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from rich.text import Text
 
 from calibrate.checkpoint import Written
 from calibrate.engines import Readback
+from calibrate.families.check import Row
 from calibrate.inspection import Inspection, summary
 from calibrate.pipeline import JobResult
 from calibrate.recipes import Recipe
@@ -122,6 +124,17 @@ def recipe_list(found: dict[str, Recipe]) -> RenderableType:
         corpus = f"{recipe.corpus.samples} × {recipe.corpus.sequence_length}"
         table.add_row(name, ", ".join(recipe.model_types) or "any other", _describe(recipe.scales.model_dump()), corpus, recipe.description)
     return table
+
+
+def family_rows(rows: Sequence[Row]) -> RenderableType:
+    """The outcome of `recipes check`."""
+    table = Table("family", "model type", "granularity", "outcome", "scales", "s", "why not")
+    for row in rows:
+        style = "" if row.ok else "bold red"
+        table.add_row(row.family, row.model_type, row.granularity, row.outcome, str(row.scales), f"{row.seconds:.1f}", Text(row.reason), style=style)
+    failed = sum(not row.ok for row in rows)
+    verdict = Text(f"{failed} of {len(rows)} are not as their recipes say" if failed else f"all {len(rows)} are as their recipes say")
+    return Group(table, verdict)
 
 
 def _describe(options: dict[str, Any]) -> str:

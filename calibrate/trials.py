@@ -15,8 +15,7 @@ from calibrate.evaluate.niah import NeedleGrid, run_niah
 from calibrate.evaluate.reasoning import ReasoningPlan, longest_problem, run_reasoning
 from calibrate.evaluate.results import CALIBRATED, OLD_FORMULA, RANDOM, SIXTEEN_BIT, UNIT, LmEvalResult, NeedleResult, ReasoningResult
 from calibrate.model import SourceCheckpoint
-from calibrate.pipeline import JobOptions, collect_statistics
-from calibrate.recipes import choose_recipe
+from calibrate.pipeline import JobOptions, collect_statistics, recipe_for
 from calibrate.statistics import Statistics
 
 RANDOM_ROWS, RANDOM_TOKENS = 2, 1024
@@ -118,7 +117,7 @@ def random_statistics(source: SourceCheckpoint, choice: EngineChoice, *, seed: i
         dtype=choice.dtype,
         trust_remote_code=choice.trust_remote_code,
     )
-    return collect_statistics(source, options, choose_recipe(source.model_type, None), state=None)
+    return collect_statistics(source, options, recipe_for(source, options), state=None)
 
 
 @contextmanager

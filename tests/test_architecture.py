@@ -26,6 +26,7 @@ ARROWS: dict[str, set[str]] = {
     "report": {"gate", "evaluate", "scales", "statistics"},  # their results and how those are read; it computes none
     "recipes": {"scales"},
     "families": {"corpus", "model", "statistics", "collect", "scales", "checkpoint", "engines", "recipes", "pipeline"},  # the main job on tiny models
+    "families": {"corpus", "model", "statistics", "collect", "scales", "checkpoint", "engines", "recipes", "pipeline"},  # the main job on tiny models
     "inspection": {"checkpoint", "scales", "statistics"},
 }
 ABOVE = {"pipeline", "trials", "steps", "tables", "cli", "__main__", "__init__"}  # these put the rooms together

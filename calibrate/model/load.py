@@ -68,7 +68,7 @@ def load_model(source: SourceCheckpoint, *, device: str, dtype: torch.dtype, tru
     try:
         config = AutoConfig.from_pretrained(source.path, trust_remote_code=trust_remote_code, local_files_only=True)
         _strip_kv_scheme(config)
-        with _quiet():
+        with quiet_transformers():
             model, report = _from_pretrained(source, config, device, dtype, trust_remote_code)
     except Exception as error:  # safetensors, huggingface_hub and the model's own code each raise their own kinds
         raise UsageError(f"{source.path} cannot be loaded by transformers: {_first_line(error)}") from error
@@ -108,7 +108,7 @@ def _strip_kv_scheme(config: Any) -> None:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """Silence transformers' bars and load report: what matters in them is checked and raised by `load_model`."""
     level = transformers_logging.get_verbosity()
     bars = transformers_logging.is_progress_bar_enabled()

@@ -92,7 +92,7 @@ def write_json(target: Path, value: Any) -> None:
 
 def write_tensors(target: Path, tensors: Mapping[str, np.ndarray], header: Mapping[str, Any]) -> None:
     """Write tensors and a JSON header as safetensors, atomically. Equal input gives equal bytes: names and header keys are sorted."""
-    ordered = {name: np.ascontiguousarray(tensors[name]) for name in sorted(tensors)}
+    ordered = {name: np.asarray(tensors[name], order="C") for name in sorted(tensors)}  # ascontiguousarray would make () into (1,)
     metadata = {"format": "pt", HEADER_KEY: json.dumps(header, sort_keys=True, ensure_ascii=False)}
     with atomic_path(target) as temporary:
         temporary.write_bytes(_metadata_in_order(save(ordered, metadata=metadata)))

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 import calibrate
-from calibrate import cli_lm_eval, cli_niah, cli_planning, cli_proof, cli_recipes, cli_release
+from calibrate import cli_export, cli_lm_eval, cli_niah, cli_planning, cli_proof, cli_recipes, cli_release
 from calibrate.errors import CalibrateError, UsageError
 from calibrate.progress import stderr
 
@@ -251,6 +251,7 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+main.add_command(cli_export.export)
 main.add_command(cli_niah.niah)
 main.add_command(cli_niah.reason)
 main.add_command(cli_lm_eval.lm_eval)

@@ -5,7 +5,10 @@ from pathlib import Path
 
 from calibrate.artefact import discard, read_header
 from calibrate.checkpoint import Written, check_creatable, write_checkpoint
+from calibrate.checkpoint.exports import FORMATS, Exported, ExportOptions, open_given
+from calibrate.engines.host import sixteen_bit
 from calibrate.errors import UsageError
+from calibrate.evaluate.evidence import check_target
 from calibrate.inspection import Inspection, inspect
 from calibrate.pipeline import JobOptions, collect_statistics, open_source, recipe_for
 from calibrate.recipes import choose_recipe
@@ -41,6 +44,24 @@ def write_from_files(scales: Path, options: JobOptions, output: Path, *, statist
         raise UsageError(f"{scales} was not solved from {statistics}: their digests differ")
     source = open_source(options)
     return write_checkpoint(source, loaded, output, statistics=kept, force=force)
+
+
+def export_checkpoint(
+    path: Path, options: JobOptions, form: str, output: Path, *, statistics: Path | None, tensor_parallel_size: int, force: bool
+) -> Exported:
+    """Write what another engine reads, from a folder that kv-calibrate wrote, or from a scales file and the model that it is for."""
+    if path.is_dir() and (options.model or statistics):
+        raise UsageError(f"{path} is a checkpoint, which has its model and statistics: --model and --statistics go with a scales file")
+    if not path.is_dir() and options.model is None:
+        raise UsageError(f"{path} is no folder: give a checkpoint that kv-calibrate wrote, or a scales file with --model")
+    scales = None if path.is_dir() else Scales.load(path)
+    kept = None if statistics is None else Statistics.load(statistics)
+    source = open_source(options if scales is not None else options.model_copy(update={"model": str(path)}))
+    if not FORMATS[form].folder:
+        _check_new(output, force, [] if path.is_dir() else [path])
+        check_target(source.path, output)
+    engine = ExportOptions(tensor_parallel_size, sixteen_bit(source.config))
+    return FORMATS[form].export(open_given(source, scales, kept), output, engine, force=force)
 
 
 def merge_files(files: Sequence[Path], output: Path, *, force: bool) -> Statistics:

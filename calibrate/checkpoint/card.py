@@ -1,6 +1,7 @@
 """The model card's section on the KV cache."""
 
 import re
+from typing import NamedTuple
 
 from calibrate.artefact import public
 from calibrate.scales import Scales
@@ -9,16 +10,29 @@ _BEGIN, _END = "<!-- kv-calibrate:begin -->", "<!-- kv-calibrate:end -->"
 _SECTION = re.compile(re.escape(_BEGIN) + ".*?" + re.escape(_END) + r"\n?", re.DOTALL)
 
 
-def with_section(card: str, scales: Scales) -> str:
+class Use(NamedTuple):
+    """What the card says of the scales: which kinds there are, and how engines use them."""
+
+    kinds: str
+    how: str
+
+
+VLLM_USE = Use(
+    "k, v and q",
+    "vLLM uses them by itself (`kv_cache_dtype` auto);\n`--kv-cache-dtype bfloat16` turns the FP8 cache off.",
+)
+
+
+def with_section(card: str, scales: Scales, use: Use = VLLM_USE) -> str:
     """The card with its kv-calibrate section added at the end, or replaced where it stands; front matter and all else stay."""
-    section = f"{_BEGIN}\n{_text(scales)}{_END}\n"
+    section = f"{_BEGIN}\n{_text(scales, use)}{_END}\n"
     if _SECTION.search(card):
         return _SECTION.sub(lambda _: section, card)
     separator = "" if not card else "\n" if card.endswith("\n") else "\n\n"
     return card + separator + section
 
 
-def _text(scales: Scales) -> str:
+def _text(scales: Scales, use: Use) -> str:
     options, counted = scales.options, scales.counted
     corpora = sorted({public(source["data"]).replace("|", "\\|") for run in scales.provenance for source in run["corpus"].get("sources", [])}) or [
         "not recorded"
@@ -26,7 +40,7 @@ def _text(scales: Scales) -> str:
     tools = sorted({run["tool"] for run in scales.provenance})
     rows = [
         ("format", f"FP8 {options.number_format.upper()}, one scale per {'KV head' if options.granularity == 'head' else 'tensor'}"),
-        ("scales", f"k, v and q of {len(scales.layers)} attention layers, in `kv_scales.safetensors`"),
+        ("scales", f"{use.kinds} of {len(scales.layers)} attention layers, in `kv_scales.safetensors`"),
         ("policy", f"{options.policy}, margin {options.margin:g}"),
         ("calibrated on", f"{counted['tokens']:,} tokens of {counted['documents']:,} documents ({', '.join(corpora)})"),
         ("made with", ", ".join(tools)),
@@ -34,8 +48,7 @@ def _text(scales: Scales) -> str:
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
     return (
         "## FP8 KV cache\n\n"
-        "This checkpoint carries calibrated scales for an FP8 KV cache. vLLM uses them by itself (`kv_cache_dtype` auto);\n"
-        "`--kv-cache-dtype bfloat16` turns the FP8 cache off. The weights are those of the original checkpoint.\n\n"
+        f"This checkpoint carries calibrated scales for an FP8 KV cache. {use.how} The weights are those of the original checkpoint.\n\n"
         f"| | |\n|---|---|\n{table}\n\n"
         "Digests and options are in `kv_calibration/provenance.json`.\n"
     )

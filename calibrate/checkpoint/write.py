@@ -3,14 +3,14 @@
 import json
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from calibrate.artefact import sha256_file, write_json, write_tensors, write_text
-from calibrate.checkpoint.card import with_section
+from calibrate.checkpoint.card import VLLM_USE, Use, with_section
 from calibrate.checkpoint.links import link, resolved
 from calibrate.checkpoint.names import tensor_prefixes
 from calibrate.checkpoint.place import check_target, folder_in_the_making
@@ -24,6 +24,7 @@ from calibrate.scales import PolicyOptions, Scales
 from calibrate.statistics import Statistics
 
 SCHEMA = "kv-calibrate/provenance/1"
+ENGINE_SCALES = "kv-calibrate/engine-scales/1"
 FOLDER = "kv_calibration"
 _OURS = {"config.json", INDEX_FILE, SCALES_FILE, "README.md", FOLDER}
 _TOKENS_OR_PROMPTS = re.compile(r"tokenizer|vocab|merges|special_tokens|added_tokens|chat_template|generation_config")
@@ -43,6 +44,23 @@ class Written:
     path: Path
     tensors: dict[str, np.ndarray]
     how: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Form:
+    """How scales ride in a checkpoint.
+
+    Attributes:
+        tensors: scale name → float32 array, as engines load them.
+        quantization_config: what makes engines load them, for config.json.
+        files: further JSON files, name → content.
+        card: what the model card says of the scales and of their use.
+    """
+
+    tensors: dict[str, np.ndarray]
+    quantization_config: dict[str, Any]
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    card: Use = VLLM_USE
 
 
 def scale_tensors(source: SourceCheckpoint, scales: Scales) -> dict[str, np.ndarray]:
@@ -69,27 +87,33 @@ def write_checkpoint(source: SourceCheckpoint, scales: Scales, output: Path, *, 
         UsageError: scales of other weights, a format that cannot carry them, an output that may not be written, a full disk.
     """
     check_writable(source, output, scales.options, force=force)
-    _check_same_weights(source, scales)
-    tensors = scale_tensors(source, scales)
-    config = {**source.config, "quantization_config": merged_quantization_config(source.quantization, scales.options)}
+    check_same_weights(source, scales)
+    form = Form(scale_tensors(source, scales), merged_quantization_config(source.quantization, scales.options))
+    return write_form(source, scales, form, output, statistics=statistics)
+
+
+def write_form(source: SourceCheckpoint, scales: Scales, form: Form, output: Path, *, statistics: Statistics | None) -> Written:
+    """Write a checkpoint that carries scales in `form`; the caller has checked that it may (`check_target`) and that they belong together."""
     names = shard_names(source)
     dropped = {name for name in source.weight_map if EARLIER_SCALES.search(name)}
-    index = build_index(source, names, dropped, {name: array.nbytes for name, array in tensors.items()})
+    index = build_index(source, names, dropped, {name: array.nbytes for name, array in form.tensors.items()})
     rewritten = {names[source.weight_map[name]] for name in dropped}
+    config = {**source.config, "quantization_config": form.quantization_config}
     with folder_in_the_making(output) as making:
         how = _bring_files(source, names, dropped, making)
-        write_tensors(making / SCALES_FILE, tensors, {"schema": "kv-calibrate/engine-scales/1", "scales": scales.digest()})
-        write_json(making / "config.json", config)
-        write_json(making / INDEX_FILE, index)
-        write_text(making / "README.md", with_section(_card(source), scales))
+        write_tensors(making / SCALES_FILE, form.tensors, {"schema": ENGINE_SCALES, "scales": scales.digest()})
+        for name, content in {"config.json": config, INDEX_FILE: index, **form.files}.items():
+            write_json(making / name, content)
+        write_text(making / "README.md", with_section(_card(source), scales, form.card))
         scales.save(making / FOLDER / "scales.safetensors")
         if statistics is not None:
             statistics.save(making / FOLDER / "statistics.safetensors")
-        write_json(making / FOLDER / "provenance.json", _provenance(source, scales, making, rewritten))
-    return Written(output, tensors, dict(how))
+        write_json(making / FOLDER / "provenance.json", _provenance(source, scales, making, rewritten | form.files.keys()))
+    return Written(output, form.tensors, dict(how))
 
 
-def _check_same_weights(source: SourceCheckpoint, scales: Scales) -> None:
+def check_same_weights(source: SourceCheckpoint, scales: Scales) -> None:
+    """Raise UsageError where the scales were calibrated on other weights than the source's."""
     for run in scales.provenance:
         if run["model"]["fingerprint"] != source.fingerprint:
             raise UsageError(f"these scales were calibrated on other weights than those in {source.path}: collect again")

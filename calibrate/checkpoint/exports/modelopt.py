@@ -1,0 +1,90 @@
+"""NVIDIA ModelOpt's form: `hf_quant_config.json`, and k and v scales below the projections. TensorRT-LLM and SGLang read it, vLLM too.
+
+ModelOpt writes `quant_algo: null` for a quantized cache alone, which TensorRT-LLM takes from `hf_quant_config.json` and vLLM and SGLang refuse.
+Those two look at config.json first, where `quant_algo: FP8` with every module ignored says the same: so one folder serves all.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import calibrate
+from calibrate.checkpoint.card import Use
+from calibrate.checkpoint.exports.base import Exported, ExportOptions, Given, check_scalar_e4m3
+from calibrate.checkpoint.names import tensor_prefixes
+from calibrate.checkpoint.place import check_target
+from calibrate.checkpoint.write import Form, write_form
+from calibrate.errors import UsageError
+from calibrate.model import SourceCheckpoint
+from calibrate.model.weights import EARLIER_SCALES
+from calibrate.scales import Scales
+
+_NAME = "modelopt"
+# What vLLM maps `<module>.k_proj.k_scale` for; under other names it drops the scale with a line in its log, and runs at 1.0.
+_MAPPED = re.compile(r"\.(self_attn|mixer)$")
+_PRODUCER = {"name": "kv-calibrate", "version": calibrate.__version__}
+_USE = Use(
+    "k and v",
+    "It is in ModelOpt's form:\nTensorRT-LLM, SGLang and vLLM read it (vLLM in the model's 16-bit type, with an FP8 cache only).",
+)
+
+
+class Modelopt:
+    """Writes a checkpoint, weights linked, with the scales under ModelOpt's names."""
+
+    folder = True
+
+    def export(self, given: Given, output: Path, options: ExportOptions, *, force: bool) -> Exported:
+        check_scalar_e4m3(given, _NAME)
+        check_target(given.source.path, output, force=force)
+        _check_unquantized(given.source)
+        tensors = modelopt_tensors(given.source, given.scales)
+        refused = sorted(name for name in tensors if not _MAPPED.search(name.rsplit(".", 2)[0]))
+        if refused:
+            module = refused[0].rsplit(".", 2)[0]
+            raise UsageError(
+                f"readers of {_NAME} know attention modules called self_attn or mixer, not {module}: use what `kv-calibrate write` makes"
+            )
+        form = Form(tensors, vllm_config(), {"hf_quant_config.json": hf_quant_config()}, _USE)
+        written = write_form(given.source, given.scales, form, output, statistics=given.statistics)
+        return Exported(_NAME, output, len(given.scales.layers), how=written.how, notes=_notes(tensors, options.model_dtype))
+
+
+def modelopt_tensors(source: SourceCheckpoint, scales: Scales) -> dict[str, np.ndarray]:
+    """`<attention module>.k_proj.k_scale` and `.v_proj.v_scale`, float32 of shape (); the form has no place for q."""
+    weights = [name for name in source.weight_map if not EARLIER_SCALES.search(name)]
+    prefixes = tensor_prefixes([layer.module for layer in scales.layers], weights)
+    pairs = [(prefixes[layer.module], kind, scale) for layer in scales.layers for kind, scale in layer.items() if kind != "q"]
+    return {f"{prefix}.{kind}_proj.{kind}_scale": scale.reshape(()) if scale.size == 1 else scale for prefix, kind, scale in pairs}
+
+
+def hf_quant_config() -> dict[str, Any]:
+    """ModelOpt's file for a quantized cache alone, as TensorRT-LLM reads it."""
+    return {"producer": _PRODUCER, "quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}
+
+
+def vllm_config() -> dict[str, Any]:
+    """The same in config.json, as vLLM and SGLang accept it: FP8 with every module ignored."""
+    scheme = {"dynamic": False, "num_bits": 8, "type": "float"}
+    return {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_scheme": scheme, "ignore": ["*"], "producer": _PRODUCER}
+
+
+def _check_unquantized(source: SourceCheckpoint) -> None:
+    """Raise UsageError where the weights are quantized: ModelOpt's form has its own ways for them, and no reader mixes two."""
+    found = source.quantization
+    ours = found.get("quant_method") == "modelopt" and found.get("ignore") == ["*"]
+    if found and not ours and (found.get("quant_method") != "compressed-tensors" or found.get("config_groups")):
+        raise UsageError(
+            f"the weights of {source.path} are quantized with {found.get('quant_method')}, which {_NAME} cannot carry: export the unquantized model"
+        )
+
+
+def _notes(tensors: dict[str, np.ndarray], model_dtype: str) -> tuple[str, ...]:
+    values = torch.tensor([float(value) for value in tensors.values()], dtype=torch.float32)
+    moved = ((values.to(getattr(torch, model_dtype)).float() - values) / values).abs()
+    changed = int((moved > 0).sum())
+    how = f"{changed} of {len(values)} move, by at most {float(moved.max()):.2%}" if changed else "which holds each of them exactly"
+    return ("the form has no q scales: vLLM uses 1.0 for q", f"vLLM keeps k and v scales in the model's {model_dtype}: {how}")

@@ -1,6 +1,5 @@
 """The command line: options in, one of the pipeline's functions called, a table or JSON out. No logic lives here."""
 
-import functools
 import json
 import math
 import os
@@ -17,7 +16,8 @@ from rich.console import Console
 from rich.text import Text
 
 import calibrate
-from calibrate import cli_export, cli_lm_eval, cli_niah, cli_planning, cli_proof, cli_recipes, cli_release
+from calibrate import cli_export, cli_kvarn, cli_lm_eval, cli_niah, cli_planning, cli_proof, cli_recipes, cli_release, cli_weights
+from calibrate.cli_options import as_json, corpus_options, model_options, policy_options
 from calibrate.errors import CalibrateError, UsageError
 from calibrate.progress import stderr
 
@@ -65,38 +65,6 @@ def _fail(message: str, code: int) -> NoReturn:
     sys.exit(code)
 
 
-def _options(*options: Callable) -> Callable:
-    return lambda command: functools.reduce(lambda wrapped, option: option(wrapped), reversed(options), command)
-
-
-as_json = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout.")
-model_options = _options(
-    click.option("--recipe", help="Recipe file or family; the default is chosen by the model's type."),
-    click.option("--device", help="cpu, cuda, cuda:1 or auto (spread over GPUs). Default: cuda where there is one."),
-    click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Compute type. Default: what this host is fast in."),
-    click.option("--trust-remote-code", is_flag=True, help="Run the Python code that the checkpoint brings."),
-)
-corpus_options = _options(
-    click.option("--data", help="File, folder, mix (.yaml), hub id, `builtin` or `random`. Default: the recipe's, else the built-in text."),
-    click.option("--samples", type=int, help="Rows to calibrate on."),
-    click.option("--sequence-length", type=int, help="Tokens a row at most."),
-    click.option("--seed", type=int, default=0, show_default=True),
-    click.option("--text-column", help="Column that holds text. Default: found by itself."),
-    click.option("--chat-column", help="Column that holds chat messages. Default: found by itself."),
-    click.option("--split", default="train", show_default=True, help="Split of a hub data set."),
-    click.option("--save-every", type=click.FloatRange(0), default=60.0, show_default=True, help="Seconds between saves of a resumable state."),
-    click.option("--tokens-per-batch", type=click.IntRange(1), help="Tokens in one forward. Another value may move K and V by matmul rounding."),
-)
-policy_options = _options(
-    click.option("--policy", type=click.Choice(["amax", "mse", "percentile", "pow2"]), help="How scales are solved (docs/policies.md)."),
-    click.option("--granularity", type=click.Choice(["tensor", "head"]), help="One scale a tensor, or one a KV head."),
-    click.option("--format", "number_format", type=click.Choice(["e4m3", "e4m3fnuz", "e5m2"]), help="FP8 format of the cache."),
-    click.option("--margin", type=click.FloatRange(1, 1024), help="Headroom over amax."),
-    click.option("--percentile", type=click.FloatRange(50, 100, min_open=True), help="For --policy percentile."),
-    click.option("--search-octaves", type=click.IntRange(1, 8), help="Range of --policy mse, in powers of two above the floor."),
-)
-
-
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 @click.version_option(calibrate.__version__, prog_name="kv-calibrate")
 def main() -> None:
@@ -108,6 +76,7 @@ def main() -> None:
 @click.option("--output", "-o", type=click.Path(path_type=Path), help="Folder to write. Default: calibrated/<model name>.")
 @click.option("--force", is_flag=True, help="Replace the output folder.")
 @click.option("--verify/--no-verify", default=True, help="Have vLLM read the scales back.", show_default=True)
+@cli_weights.weights_option
 @model_options
 @corpus_options
 @policy_options
@@ -255,9 +224,12 @@ main.add_command(cli_export.export)
 main.add_command(cli_niah.niah)
 main.add_command(cli_niah.reason)
 main.add_command(cli_lm_eval.lm_eval)
+main.add_command(cli_kvarn.kvarn)
 main.add_command(cli_proof.compare)
 main.add_command(cli_planning.plan)
 main.add_command(cli_planning.bench)
 main.add_command(cli_release.gate)
 main.add_command(cli_release.report)
 main.add_command(cli_recipes.recipes)
+main.add_command(cli_weights.quantize)
+main.add_command(cli_weights.convert)

@@ -6,9 +6,9 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from calibrate.artefact import discard
-from calibrate.checkpoint import Written, check_writable, write_checkpoint
+from calibrate.checkpoint import Written, write_checkpoint
 from calibrate.collect import collect, prepare
-from calibrate.corpus import CorpusOptions, load_corpus
+from calibrate.corpus import Corpus, CorpusOptions, load_corpus
 from calibrate.engines import Readback, verify_checkpoint
 from calibrate.errors import UsageError
 from calibrate.evaluate.evidence import save_readback
@@ -18,6 +18,7 @@ from calibrate.progress import note
 from calibrate.recipes import Recipe, choose_recipe
 from calibrate.scales import PolicyOptions, Scales, solve
 from calibrate.statistics import Statistics
+from calibrate.weights import carrier, check_carrier, discard_carrier
 
 
 class JobOptions(BaseModel):
@@ -26,6 +27,7 @@ class JobOptions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     model: str | None = None
+    weights: str | None = None
     recipe: str | None = None
     data: str | None = None
     samples: int | None = None
@@ -38,6 +40,7 @@ class JobOptions(BaseModel):
     dtype: str | None = None
     tokens_per_batch: int | None = None
     save_every: float = 60.0
+    kvarn: bool = False
     trust_remote_code: bool = False
     policy: str | None = None
     granularity: str | None = None
@@ -76,17 +79,19 @@ class JobResult:
 
 def run(options: JobOptions, output: Path | None, *, force: bool = False, verify: bool = True) -> JobResult:
     """Calibrate, write, and have vLLM read it back."""
-    source = open_source(options)
-    output = output or Path("calibrated") / model_name(source, options)
-    recipe = recipe_for(source, options)
+    original = open_source(options)
+    output = output or Path("calibrated") / "-".join(filter(None, [model_name(original, options), options.weights]))
+    recipe = recipe_for(original, options)
     policy = options.scales(recipe)
-    check_writable(source, output, policy, force=force)
-    note(f"model {source.path} ({source.model_type}), recipe {recipe.family}, output {output}")
+    check_carrier(original, output, options.weights, policy, force=force, for_vllm=verify)
+    note(f"model {original.path} ({original.model_type}), recipe {recipe.family}, output {output}")
+    source = prepare_weights(original, options, recipe, output)
     state = output.with_name(f".{output.name}.collect-state.safetensors")
     statistics = collect_statistics(source, options, recipe, state=state)
     scales = solve(statistics, policy)
     written = write_checkpoint(source, scales, output, statistics=statistics, force=force)
     discard(state)
+    discard_carrier(output)
     readback = verify_checkpoint(output, expected=written.tensors) if verify else None
     if readback is not None:
         save_readback(output, readback)
@@ -109,13 +114,25 @@ def recipe_for(source: SourceCheckpoint, options: JobOptions) -> Recipe:
     return choose_recipe(source.model_type, options.recipe, source.text_config.get("model_type", ""))
 
 
+def prepare_weights(source: SourceCheckpoint, options: JobOptions, recipe: Recipe, output: Path) -> SourceCheckpoint:
+    """What is calibrated: the source, or its weights quantized (`weights`) or converted first, beside the output."""
+    device, trust = choose_device(options.device), options.trust_remote_code
+    return carrier(source, output, options.weights, lambda: corpus_of(source, options, recipe), seed=options.seed, device=device, trust=trust)
+
+
+def corpus_of(source: SourceCheckpoint, options: JobOptions, recipe: Recipe) -> Corpus:
+    """The rows that were asked for, in the model's tokens."""
+    tokenizer = load_tokenizer(source, trust_remote_code=options.trust_remote_code)
+    return load_corpus(options.corpus(recipe, source.context_length), tokenizer, vocab_size=source.vocab_size, context_length=source.context_length)
+
+
 def collect_statistics(source: SourceCheckpoint, options: JobOptions, recipe: Recipe, *, state: Path | None) -> Statistics:
     """Corpus and model → statistics; an interrupted run goes on from `state`."""
     device = choose_device(options.device)
-    tokenizer = load_tokenizer(source, trust_remote_code=options.trust_remote_code)
-    corpus = load_corpus(options.corpus(recipe, source.context_length), tokenizer, vocab_size=source.vocab_size, context_length=source.context_length)
+    corpus = corpus_of(source, options, recipe)
     model = load_model(source, device=device, dtype=compute_dtype(source, device, options.dtype), trust_remote_code=options.trust_remote_code)
     try:
-        return collect(prepare(model, source, corpus, tokens_per_batch=options.tokens_per_batch), state=state, state_seconds=options.save_every)
+        job = prepare(model, source, corpus, tokens_per_batch=options.tokens_per_batch, second_moments=options.kvarn)
+        return collect(job, state=state, state_seconds=options.save_every)
     except OverflowError as error:
         raise UsageError(f"{source.path} writes numbers into its cache whose squares exceed 2^100: its weights are damaged") from error

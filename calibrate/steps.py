@@ -10,10 +10,14 @@ from calibrate.engines.host import sixteen_bit
 from calibrate.errors import UsageError
 from calibrate.evaluate.evidence import check_target
 from calibrate.inspection import Inspection, inspect
-from calibrate.pipeline import JobOptions, collect_statistics, open_source, recipe_for
+from calibrate.kvarn import KVarNTables
+from calibrate.kvarn.solve import variance_tables
+from calibrate.model import choose_device
+from calibrate.pipeline import JobOptions, collect_statistics, corpus_of, open_source, recipe_for
 from calibrate.recipes import choose_recipe
 from calibrate.scales import Scales, solve
 from calibrate.statistics import Statistics, merge
+from calibrate.weights import SCHEMES, Converted, Quantized, check_quantizable, convert_checkpoint, quantize_checkpoint
 
 
 def collect_to_file(options: JobOptions, output: Path, *, force: bool) -> Statistics:
@@ -64,12 +68,36 @@ def export_checkpoint(
     return FORMATS[form].export(open_given(source, scales, kept), output, engine, force=force)
 
 
+def quantize_to_folder(options: JobOptions, output: Path, *, force: bool) -> Quantized:
+    """Quantize the weights of a model by the scheme `options.weights`."""
+    source = open_source(options)
+    check_quantizable(source)
+    corpus = corpus_of(source, options, recipe_for(source, options)) if SCHEMES[options.weights].needs_rows else None
+    device, trust = choose_device(options.device), options.trust_remote_code
+    return quantize_checkpoint(source, options.weights, output, corpus, seed=options.seed, device=device, trust=trust, force=force)
+
+
+def convert_to_folder(options: JobOptions, output: Path, *, force: bool) -> Converted:
+    """Rewrite a model's quantized weights as compressed-tensors."""
+    return convert_checkpoint(open_source(options), output, force=force)
+
+
 def merge_files(files: Sequence[Path], output: Path, *, force: bool) -> Statistics:
     """Add statistics files, and write their sum."""
     _check_new(output, force, files)
     merged = merge([Statistics.load(path) for path in files])
     merged.save(output)
     return merged
+
+
+def kvarn_to_file(statistics: Path, output: Path | None, *, force: bool) -> KVarNTables:
+    """KVarN tables of a statistics file, written where an output is given."""
+    if output is not None:
+        _check_new(output, force, [statistics])
+    made = variance_tables(Statistics.load(statistics))
+    if output is not None:
+        made.save(output)
+    return made
 
 
 def inspect_path(path: Path, options: JobOptions) -> Inspection:

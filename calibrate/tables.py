@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -13,6 +14,7 @@ from calibrate.checkpoint import Written
 from calibrate.engines import Readback
 from calibrate.families.check import Row
 from calibrate.inspection import Inspection, summary
+from calibrate.kvarn import KVarNTables
 from calibrate.pipeline import JobResult
 from calibrate.recipes import Recipe
 from calibrate.scales import Scales
@@ -116,6 +118,22 @@ def readback(result: Readback) -> RenderableType:
     if len(result.failures) > _MOST_FAILURES:
         lines.append(Text(f"  … and {len(result.failures) - _MOST_FAILURES} more (--json lists all)", style="red"))
     return Group(*lines, *(Text(f"  note: {text}") for text in result.notes))
+
+
+def kvarn(result: KVarNTables) -> RenderableType:
+    """KVarN tables, a line a layer."""
+    table = Table("layer", "sensitivity", "K std", "K prescale", "V std", "V prescale", "16 bits")
+    for layer in result.layers:
+        cells = [f"{layer.sensitivity:.3g}"]
+        for kind in (layer.k, layer.v):
+            cells += [_range_of(np.sqrt(kind.variance.mean(axis=1))), _range_of(kind.prescale)]
+        table.add_row(str(layer.index), *cells, "proposed" if layer.index in result.sixteen_bit_layers else "")
+    return Group(table, Text(f"{result.tokens:,} tokens, the first {result.skipped_tokens} of each document left out"))
+
+
+def _range_of(values: np.ndarray) -> str:
+    low, high = float(values.min()), float(values.max())
+    return f"{low:.3g}" if low == high else f"{low:.3g} – {high:.3g}"
 
 
 def recipe_list(found: dict[str, Recipe]) -> RenderableType:

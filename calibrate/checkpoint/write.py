@@ -11,12 +11,14 @@ import numpy as np
 
 from calibrate.artefact import sha256_file, write_json, write_tensors, write_text
 from calibrate.checkpoint.card import VLLM_USE, Use, with_section
+from calibrate.checkpoint.kvarn_reference import TABLES_FILE, with_tables
 from calibrate.checkpoint.links import link, resolved
 from calibrate.checkpoint.names import tensor_prefixes
 from calibrate.checkpoint.place import check_target, folder_in_the_making
 from calibrate.checkpoint.quantconfig import merged_quantization_config
 from calibrate.checkpoint.shards import build_index, copy_without, shard_names
 from calibrate.errors import UsageError
+from calibrate.kvarn.solve import variance_tables
 from calibrate.model import SourceCheckpoint
 from calibrate.model.source import INDEX_FILE, SCALES_FILE
 from calibrate.model.weights import EARLIER_SCALES
@@ -81,7 +83,8 @@ def write_checkpoint(source: SourceCheckpoint, scales: Scales, output: Path, *, 
     """Write the calibrated checkpoint; scales of an earlier calibration are replaced.
 
     Args:
-        statistics: kept beside the scales, so that another policy can be solved later without the corpus.
+        statistics: kept beside the scales, so that another policy can be solved later without the corpus. Where they hold second moments,
+            KVarN tables are made of them and written too.
 
     Raises:
         UsageError: scales of other weights, a format that cannot carry them, an output that may not be written, a full disk.
@@ -98,7 +101,8 @@ def write_form(source: SourceCheckpoint, scales: Scales, form: Form, output: Pat
     dropped = {name for name in source.weight_map if EARLIER_SCALES.search(name)}
     index = build_index(source, names, dropped, {name: array.nbytes for name, array in form.tensors.items()})
     rewritten = {names[source.weight_map[name]] for name in dropped}
-    config = {**source.config, "quantization_config": form.quantization_config}
+    tables = variance_tables(statistics) if statistics is not None and statistics.has_second_moments else None
+    config = {**source.config, "quantization_config": with_tables(form.quantization_config, tables is not None)}
     with folder_in_the_making(output) as making:
         how = _bring_files(source, names, dropped, making)
         write_tensors(making / SCALES_FILE, form.tensors, {"schema": ENGINE_SCALES, "scales": scales.digest()})
@@ -108,6 +112,8 @@ def write_form(source: SourceCheckpoint, scales: Scales, form: Form, output: Pat
         scales.save(making / FOLDER / "scales.safetensors")
         if statistics is not None:
             statistics.save(making / FOLDER / "statistics.safetensors")
+        if tables is not None:
+            tables.save(making / TABLES_FILE)
         write_json(making / FOLDER / "provenance.json", _provenance(source, scales, making, rewritten | form.files.keys()))
     return Written(output, form.tensors, dict(how))
 

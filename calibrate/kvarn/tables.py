@@ -1,8 +1,16 @@
 """KVarN variance tables: what a low-bit KV cache can know of a model before it has seen a token. This project's artefact, not the paper's."""
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+
+from calibrate.artefact import read_tensors, write_tensors
+from calibrate.errors import UsageError
+
+SCHEMA = "kv-calibrate/kvarn-tables/1"
+_FIELDS = ("mean", "variance", "rotated_variance", "prescale")
 
 
 @dataclass(frozen=True)
@@ -24,12 +32,18 @@ class KindTable:
 
 @dataclass(frozen=True)
 class LayerTable:
-    """The tables of one layer that writes a cache."""
+    """The tables of one layer that writes a cache.
+
+    Attributes:
+        sensitivity: standard deviation of an attention logit that comes from K's deviations from their mean, before the softmax
+            (`solve.sensitivity`). Noise in K that is proportional to its spread moves logits in proportion to this.
+    """
 
     index: int
     module: str
     k: KindTable
     v: KindTable
+    sensitivity: float
 
 
 @dataclass(frozen=True)
@@ -40,11 +54,57 @@ class KVarNTables:
         layers: in layer order.
         skipped_tokens: tokens at the start of each document that were not counted.
         tokens: tokens that were counted.
+        sixteen_bit_layers: layers that are proposed to stay in 16 bits.
+        statistics_digest: of the statistics that they were computed from.
     """
 
     layers: tuple[LayerTable, ...]
     skipped_tokens: int
     tokens: int
+    sixteen_bit_layers: tuple[int, ...] = ()
+    statistics_digest: str = ""
 
     def __getitem__(self, index: int) -> LayerTable:
         return next(layer for layer in self.layers if layer.index == index)
+
+    def save(self, path: Path) -> None:
+        """Write as safetensors: `layers.N.{k,v}.{mean,variance,rotated_variance,prescale}` and `layers.N.sensitivity`."""
+        tensors = {
+            f"layers.{layer.index}.{kind}.{field}": getattr(getattr(layer, kind), field)
+            for layer in self.layers
+            for kind in ("k", "v")
+            for field in _FIELDS
+        }
+        tensors |= {f"layers.{layer.index}.sensitivity": np.array([layer.sensitivity]) for layer in self.layers}
+        write_tensors(path, tensors, self._header())
+
+    def _header(self) -> dict[str, Any]:
+        return {
+            "schema": SCHEMA,
+            "modules": {str(layer.index): layer.module for layer in self.layers},
+            "skipped_tokens": self.skipped_tokens,
+            "tokens": self.tokens,
+            "sixteen_bit_layers": list(self.sixteen_bit_layers),
+            "statistics": self.statistics_digest,
+        }
+
+    @classmethod
+    def load(cls, path: Path) -> "KVarNTables":
+        """Read a tables file. Raises UsageError where it is missing, damaged or something else."""
+        tensors, header = read_tensors(path, SCHEMA)
+        try:
+            layers = tuple(_layer(tensors, int(index), module) for index, module in sorted(header["modules"].items(), key=lambda item: int(item[0])))
+            kept = tuple(int(index) for index in header["sixteen_bit_layers"])
+            return cls(layers, int(header["skipped_tokens"]), int(header["tokens"]), kept, header["statistics"])
+        except (KeyError, ValueError, TypeError, AttributeError, IndexError) as error:
+            raise UsageError(f"{path} is damaged: {type(error).__name__} {error}") from error
+
+
+def _layer(tensors: dict[str, np.ndarray], index: int, module: str) -> LayerTable:
+    kinds = [KindTable(*(tensors[f"layers.{index}.{kind}.{field}"] for field in _FIELDS)) for kind in ("k", "v")]
+    for table in kinds:
+        if table.mean.ndim != 2 or table.variance.shape != table.mean.shape or table.rotated_variance.shape != table.mean.shape:
+            raise ValueError(f"layer {index} has tables of different shapes")
+        if table.prescale.shape != table.mean.shape[:1] or not (np.isfinite(table.prescale) & (table.prescale > 0)).all():
+            raise ValueError(f"layer {index} has a prescale that is no positive number a head")
+    return LayerTable(index, module, *kinds, sensitivity=float(tensors[f"layers.{index}.sensitivity"][0]))

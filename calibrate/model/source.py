@@ -9,6 +9,7 @@ from typing import Any
 
 from calibrate.artefact import SCALES_FILE, sha256_file
 from calibrate.errors import UsageError
+from calibrate.model.support import is_latent, unsupported
 from calibrate.model.weights import fingerprint, read_safetensors_header
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -107,20 +108,26 @@ class SourceCheckpoint:
         if method in _CANNOT_CARRY:
             raise UsageError(
                 f"{self.path} is quantized with {method}, and vLLM loads no KV scales from that format: "
-                "convert the weights to compressed-tensors (pack-quantized) first, or calibrate the unquantized checkpoint"
+                "give another form of the model, or calibrate the unquantized checkpoint (`kv-calibrate convert` rewrites AWQ, GPTQ and FP8)"
             )
         if method in _OTHER_CARRIERS:
             raise UsageError(
                 f"{self.path} is quantized with {method}, whose KV scales vLLM keeps in the model dtype, per tensor only: "
-                "convert the weights to compressed-tensors first, or calibrate the unquantized checkpoint"
+                "give another form of the model, or calibrate the unquantized checkpoint (`kv-calibrate convert` rewrites AWQ, GPTQ and FP8)"
             )
         if method not in ("", "compressed-tensors"):
             raise UsageError(f"{self.path} has quant_method {method}, which kv-calibrate does not know: it can write into compressed-tensors")
-        if self.text_config.get("kv_lora_rank"):
+        self.check_attention_carries_scales()
+
+    def check_attention_carries_scales(self) -> None:
+        """Raise UsageError for attention whose scales vLLM loads under no name."""
+        if is_latent(self.config):
             raise UsageError(
-                f"{self.path} ({self.model_type}) uses multi-head latent attention, for which vLLM loads no scales from any tensor name: "
-                "`kv-calibrate collect` works, writing for vLLM does not"
+                f"{self.path}: {unsupported(self.config)}; `kv-calibrate collect` and `solve` work, and `export --format modelopt` writes what "
+                "its Transformers backend loads (docs/observation.md)"
             )
+        if reason := unsupported(self.config):
+            raise UsageError(f"{self.path}: {reason}; `kv-calibrate collect` and `solve` work, writing for vLLM does not")
 
 
 def context_length_of(config: dict[str, Any]) -> int | None:

@@ -1,7 +1,5 @@
 """The rotation of KVarN: orthonormal Hadamard over the channels of a head. It is symmetric, so that it is its own inverse."""
 
-from functools import lru_cache
-
 import torch
 
 
@@ -14,17 +12,15 @@ def block_size(dim: int) -> int:
     return dim & -dim
 
 
-@lru_cache(maxsize=32)
-def hadamard(size: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> torch.Tensor:
-    """Sylvester's matrix of a power of two, orthonormal and symmetric: [size, size]."""
-    matrix = torch.ones(1, 1, dtype=torch.float64)
-    while len(matrix) < size:
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    return (matrix / size**0.5).to(device=device, dtype=dtype)
-
-
 def rotate(values: torch.Tensor) -> torch.Tensor:
-    """Rotate the last axis, [..., dim], block by block. Rotating twice gives the values back."""
-    size = block_size(values.shape[-1])
-    matrix = hadamard(size, values.dtype, str(values.device))
-    return (values.unflatten(-1, (-1, size)) @ matrix).flatten(-2)
+    """Rotate the last axis, [..., dim], block by block. Rotating twice gives the values back.
+
+    By butterflies: sums of two numbers each, so that a token's result does not depend on how many others are rotated with it.
+    """
+    size, step = block_size(values.shape[-1]), 1
+    while step < size:
+        pairs = values.unflatten(-1, (-1, 2, step))  # [..., dim / 2·step, 2, step]
+        low, high = pairs[..., 0, :], pairs[..., 1, :]
+        values = torch.stack([low + high, low - high], dim=-2).flatten(-3)
+        step *= 2
+    return values * size**-0.5

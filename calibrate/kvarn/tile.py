@@ -36,6 +36,7 @@ def _half(values: torch.Tensor) -> torch.Tensor:
 
 def quantize(tile: torch.Tensor, bits: int) -> QuantizedTile:
     """Quantize [..., rows, columns]: K as [channels, tokens], V as [tokens, channels], both rotated."""
+    tile = tile.contiguous()  # sums along an axis depend on the layout in their last bit
     balance = varn(tile)
     balanced = tile / balance.columns / balance.rows
     zero, top = balanced.amin(dim=-1, keepdim=True), balanced.amax(dim=-1, keepdim=True)

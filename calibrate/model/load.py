@@ -70,6 +70,7 @@ def load_model(source: SourceCheckpoint, *, device: str, dtype: torch.dtype, tru
         _strip_kv_scheme(config)
         with quiet_transformers():
             model, report = _from_pretrained(source, config, device, dtype, trust_remote_code)
+            _to_dtype(model, dtype)
     except Exception as error:  # safetensors, huggingface_hub and the model's own code each raise their own kinds
         raise UsageError(f"{source.path} cannot be loaded by transformers: {_first_line(error)}") from error
     if report["missing_keys"]:
@@ -96,13 +97,20 @@ def _from_pretrained(source: SourceCheckpoint, config: Any, device: str, dtype: 
         return AutoModelForCausalLM.from_pretrained(source.path, attn_implementation="eager", **options)
 
 
+def _to_dtype(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Weights that compressed-tensors dequantized have their scales' type: the same values, in the type to compute in. Others have it."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_floating_point() and tensor.dtype in (torch.bfloat16, torch.float16) and dtype == torch.float32:
+            tensor.data = tensor.data.to(dtype)
+
+
 def _strip_kv_scheme(config: Any) -> None:
     """An already calibrated checkpoint would be observed through its old FP8 cache: take the scheme out, and a config that held nothing else."""
     quantization = getattr(config, "quantization_config", None)
     if not isinstance(quantization, dict):
         return
     if rest := without_kv_scheme(quantization):
-        config.quantization_config = rest
+        config.quantization_config = rest | ({"dequantize": True} if rest.get("quant_method") == "compressed-tensors" else {})
     else:
         del config.quantization_config
 

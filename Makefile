@@ -30,8 +30,8 @@ help: ## list the targets
 
 llmcompressor: .venv-llmcompressor/.ready ## the environment that quantizes weights (calibrate WEIGHTS= makes it too)
 
-calibrate: .venv/.ready ## calibrate [MODEL=] [DATA=] [RECIPE= OUTPUT= POLICY= GRANULARITY= ARGS=]; with neither: the embedded model and text
-	$(CLI) run$(if $(value MODEL), $(call q,MODEL))$(call opt,data,DATA)$(call opt,recipe,RECIPE)$(call opt,output,OUTPUT)\
+calibrate: .venv/.ready $(if $(value WEIGHTS),.venv-llmcompressor/.ready) ## calibrate [MODEL=] [DATA=] [WEIGHTS= RECIPE= OUTPUT= POLICY= GRANULARITY= ARGS=]; with neither: the embedded model and text
+	$(CLI) run$(if $(value MODEL), $(call q,MODEL))$(call opt,data,DATA)$(call opt,weights,WEIGHTS)$(call opt,recipe,RECIPE)$(call opt,output,OUTPUT)\
 $(call opt,policy,POLICY)$(call opt,granularity,GRANULARITY) $(ARGS)
 
 verify: .venv/.ready ## vLLM reads back every scale of CHECKPOINT=

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.skipif(shutil.which("make") is None or shutil.which("bash") is None, reason="needs make and bash")
-SETTINGS = ("PIP_", "UV_", "KV_CALIBRATE_", "MAKE", "MFLAGS", "MODEL", "DATA", "RECIPE", "OUTPUT", "POLICY", "GRANULARITY", "CHECKPOINT", "ARGS")
+SETTINGS = ("PIP_", "UV_", "KV_CALIBRATE_", "MAKE", "MFLAGS", "MODEL", "DATA", "RECIPE", "OUTPUT", "POLICY", "GRANULARITY", "WEIGHTS", "CHECKPOINT", "ARGS")
 CLEAN = {name: value for name, value in os.environ.items() if not name.startswith(SETTINGS)}
 
 
@@ -51,6 +51,21 @@ def test_calibrate_passes_what_is_set_word_for_word(tmp_path):
         "3",
     ]
     assert _arguments(said, tmp_path) == expected
+
+
+def test_weights_bring_their_environment_only_when_asked_for(tmp_path):
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    shutil.copy(ROOT / "Makefile", copy)
+
+    def plan(*arguments):
+        command = ["make", "-n", "-o", ".venv/.ready", "calibrate", *arguments]
+        return subprocess.run(command, cwd=copy, env=CLEAN, capture_output=True, text=True, check=True).stdout
+
+    assert "env/llmcompressor.sh" not in plan()
+    first, command = plan("WEIGHTS=fp8").splitlines()
+    assert first == "env/llmcompressor.sh"
+    assert _arguments(command, tmp_path) == ["run", "--weights", "fp8"]
 
 
 @pytest.mark.parametrize("target", ["verify", "inspect"])

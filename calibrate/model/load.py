@@ -6,7 +6,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.models.auto import modeling_auto
 from transformers.utils import logging as transformers_logging
 
 from calibrate.errors import HostError, UsageError
@@ -89,19 +90,27 @@ def _from_pretrained(source: SourceCheckpoint, config: Any, device: str, dtype: 
         "use_safetensors": True,
         "output_loading_info": True,
     }
+    auto = _auto_class(source)
     try:
-        return AutoModelForCausalLM.from_pretrained(source.path, attn_implementation="sdpa", **options)
+        return auto.from_pretrained(source.path, attn_implementation="sdpa", **options)
     except ValueError as error:
         if "scaled_dot_product_attention" not in str(error):
             raise
-        return AutoModelForCausalLM.from_pretrained(source.path, attn_implementation="eager", **options)
+        return auto.from_pretrained(source.path, attn_implementation="eager", **options)
+
+
+def _auto_class(source: SourceCheckpoint) -> type:
+    """The class that holds every tensor of the checkpoint: a vision-language model is loaded whole, though only its text tower will run."""
+    whole = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(source.model_type)
+    named = source.config.get("architectures") or [modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(source.model_type, whole)]
+    return AutoModelForImageTextToText if whole in named else AutoModelForCausalLM
 
 
 def _to_dtype(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Weights that compressed-tensors dequantized have their scales' type: the same values, in the type to compute in. Others have it."""
-    for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.is_floating_point() and tensor.dtype in (torch.bfloat16, torch.float16) and dtype == torch.float32:
-            tensor.data = tensor.data.to(dtype)
+    """compressed-tensors dequantizes a weight in its scales' type: from there to the type that the model computes in."""
+    for module in model.modules():
+        if getattr(module, "quantization_scheme", None) is not None:
+            module.weight.data = module.weight.data.to(dtype)
 
 
 def _strip_kv_scheme(config: Any) -> None:

@@ -17,30 +17,33 @@ class _Unexpected(ValueError):
     """The file's tensors cannot describe this layer; the text becomes the row's reason."""
 
 
-def compare_scales(expected: Mapping[str, np.ndarray], ranks: Sequence[Sequence[Record]], strategy: str) -> tuple[LayerReadback, ...]:
+def compare_scales(
+    expected: Mapping[str, np.ndarray], ranks: Sequence[Sequence[Record]], strategy: str, kinds: Sequence[str] = KINDS
+) -> tuple[LayerReadback, ...]:
     """Compare every scale exactly.
 
     Args:
         expected: the checkpoint's tensors, fp32: `[1]` for `tensor`; `[kv_heads]` (q: `[heads]`) for `attn_head`, in any shape.
         ranks: for each tensor-parallel rank, the module records of `extension.scales_of`.
         strategy: `tensor` or `attn_head`.
+        kinds: those that the checkpoint's form can hold; the others are not compared.
 
     Returns:
         rows for every rank, layer and kind, layers in file order, then the engine's layers of which the file says nothing.
     """
     layers = group_by_layer(expected)
-    return tuple(row for rank, records in enumerate(ranks) for row in _compare_rank(layers, records, strategy, rank, len(ranks)))
+    return tuple(row for rank, records in enumerate(ranks) for row in _compare_rank(layers, records, strategy, kinds, rank, len(ranks)))
 
 
-def _compare_rank(layers, records, strategy: str, rank: int, world: int) -> Iterator[LayerReadback]:
+def _compare_rank(layers, records, strategy: str, kinds: Sequence[str], rank: int, world: int) -> Iterator[LayerReadback]:
     modules = {record["module"]: record for record in records if record["caches"]}
     pairs = match_layers(list(layers), list(modules))
     for prefix, tensors in layers.items():
         record = modules.get(pairs.get(prefix, ""))
-        for kind in KINDS:
+        for kind in kinds:
             yield _compare_kind(prefix, kind, tensors, record, strategy, rank, world)
     for module in modules.keys() - set(pairs.values()):
-        for kind in KINDS:
+        for kind in kinds:
             loaded = tuple(modules[module]["scales"][kind])
             yield LayerReadback(module, rank, kind, (), loaded, False, "vLLM layer without scales in the file")
 

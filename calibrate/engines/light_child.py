@@ -12,7 +12,7 @@ from calibrate.engines.extension import scales_of
 
 
 def load_all(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """job: `models` (each `checkpoint`, `dtype`) and `device`. Yields once, for each `records`, `error` and `seconds`."""
+    """job: `models` (each `checkpoint`, `dtype`, `kv_cache_dtype`) and `device`. Yields once, for each `records`, `error` and `seconds`."""
     import torch
 
     if job["device"] == "cpu":
@@ -39,7 +39,7 @@ def _records(model: dict[str, Any], device: str) -> list[dict[str, Any]]:
     arguments = EngineArgs(
         model=model["checkpoint"],
         dtype=model["dtype"],
-        kv_cache_dtype=model["dtype"],
+        kv_cache_dtype=model["kv_cache_dtype"],
         enforce_eager=True,
         max_model_len=64,
         skip_tokenizer_init=True,

@@ -1,5 +1,6 @@
-"""The checkpoint's own claim: its strategy and its scale tensors."""
+"""The checkpoint's own claim: its form, its strategy and its scale tensors."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -7,10 +8,29 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from calibrate.artefact import SCALES_FILE
-from calibrate.engines.names import split_scale_name
+from calibrate.engines.names import KINDS, split_scale_name
 from calibrate.errors import UsageError
 
 _NOT_CALIBRATED = "it is not a calibrated checkpoint (`kv-calibrate write` makes one)"
+
+
+def is_modelopt(config: dict[str, Any]) -> bool:
+    """Whether the scales ride in ModelOpt's form: k and v only, kept by vLLM in the model's own type, and only with an FP8 cache."""
+    return (config.get("quantization_config") or {}).get("quant_method") == "modelopt"
+
+
+def kinds_of(config: dict[str, Any]) -> tuple[str, ...]:
+    """The kinds of scales that the checkpoint's form holds."""
+    return ("k", "v") if is_modelopt(config) else KINDS
+
+
+def as_loaded(scales: Mapping[str, np.ndarray], config: dict[str, Any], model_dtype: str) -> dict[str, np.ndarray]:
+    """The float32 values that vLLM must hold: the file's, in ModelOpt's form rounded to `model_dtype`, "bfloat16" or "float16"."""
+    if not is_modelopt(config):
+        return dict(scales)
+    import torch
+
+    return {name: torch.from_numpy(np.array(scale)).to(getattr(torch, model_dtype)).float().numpy() for name, scale in scales.items()}
 
 
 def kv_strategy(config: dict[str, Any], checkpoint: Path) -> str:
@@ -18,6 +38,8 @@ def kv_strategy(config: dict[str, Any], checkpoint: Path) -> str:
     scheme = (config.get("quantization_config") or {}).get("kv_cache_scheme")
     if not isinstance(scheme, dict):
         raise UsageError(f"{checkpoint} has no kv_cache_scheme in its config.json: {_NOT_CALIBRATED}")
+    if is_modelopt(config):
+        return "tensor"
     strategy = scheme.get("strategy")
     if strategy not in ("tensor", "attn_head"):
         raise UsageError(f"{checkpoint}/config.json: kv_cache_scheme strategy is {strategy!r}; tensor or attn_head can be verified")

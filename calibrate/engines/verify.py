@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,8 @@ from calibrate.engines.compare import compare_scales
 from calibrate.engines.host import check_parallel, choose_kv_dtype, read_config, sixteen_bit, uses_cuda, vllm_distribution
 from calibrate.engines.process import run_child
 from calibrate.engines.readback import Readback
-from calibrate.engines.source import file_scales, kv_strategy
-from calibrate.errors import UsageError
+from calibrate.engines.source import as_loaded, file_scales, is_modelopt, kinds_of, kv_strategy
+from calibrate.errors import HostError, UsageError
 from calibrate.progress import note
 
 _CONTEXT = 256
@@ -29,6 +29,9 @@ def verify_checkpoint(
 ) -> Readback:
     """Start vLLM on `checkpoint` in a child process and compare q, k and v scales of every layer and rank, exactly.
 
+    In ModelOpt's form there are k and v only, vLLM keeps them in the model's type (they are compared after that rounding), and with a 16-bit
+    cache it ignores them.
+
     Args:
         checkpoint: a folder with a `kv_cache_scheme` and `kv_scales.safetensors`.
         tensor_parallel_size: ranks to load it on; each is compared.
@@ -41,7 +44,7 @@ def verify_checkpoint(
 
     Raises:
         UsageError: no scheme, no scales, no such folder, or ranks that do not divide the heads.
-        HostError: no vLLM, too few devices, out of memory or time.
+        HostError: no vLLM, too few devices, out of memory or time; ModelOpt's form where this host runs no FP8 cache.
         CheckFailed: vLLM would not load or run the checkpoint; the message quotes its error and names its log.
     """
     started = time.monotonic()
@@ -58,10 +61,11 @@ def verify_checkpoint(
         choice = choose_kv_dtype(config, cuda)
         kv_cache_dtype = choice.kv_cache_dtype
         notes += [choice.note] if choice.note else []
+    check_looked_at(config, kv_cache_dtype, notes)
     note(f"starting {engine} on {checkpoint} (kv_cache_dtype {kv_cache_dtype}, {tensor_parallel_size} rank(s)); this takes about a minute")
     job = _job(checkpoint, config, tensor_parallel_size, kv_cache_dtype)
     result, failed = run_child("calibrate.engines.vllm_child", job, timeout, engine_env(tensor_parallel_size, cuda))
-    rows = compare_scales(scales, result["ranks"], strategy)
+    rows = compare_scales(as_loaded(scales, config, sixteen_bit(config)), result["ranks"], strategy, kinds_of(config))
     if failed and all(row.ok for row in rows):
         raise failed  # else the rows say why it could not run
     return Readback(
@@ -71,10 +75,33 @@ def verify_checkpoint(
         attention_backend=backends(result["ranks"]),
         tensor_parallel_size=tensor_parallel_size,
         rows=rows,
-        notes=(*notes, *_findings(result, strategy, kv_cache_dtype)),
+        notes=(*notes, *_findings(result, strategy, kv_cache_dtype), *form_notes(config, scales, result["ranks"])),
         seconds=round(time.monotonic() - started, 2),
         error=str(failed or ""),
     )
+
+
+def check_looked_at(config: dict[str, Any], kv_cache_dtype: str, notes: Sequence[str] = ()) -> None:
+    """Raise HostError or UsageError where vLLM would not look at the scales: ModelOpt's with any cache but FP8."""
+    if not is_modelopt(config) or kv_cache_dtype.startswith("fp8"):
+        return
+    ignored = "vLLM looks at scales in ModelOpt's form only where the cache is FP8"
+    if notes:  # nobody asked for another cache: this host has no FP8
+        raise HostError(f"{ignored}, and {notes[-1].partition(';')[0]}: verify on a host that runs FP8, or the checkpoint it was exported from")
+    raise UsageError(f"{ignored}, not {kv_cache_dtype}: leave --kv-cache-dtype out")
+
+
+def form_notes(config: dict[str, Any], scales: Mapping[str, np.ndarray], ranks: Sequence[Sequence[Mapping[str, Any]]]) -> list[str]:
+    """What is special about a checkpoint in ModelOpt's form; nothing for the others."""
+    if not is_modelopt(config):
+        return []
+    dtype = sixteen_bit(config)
+    moved = sum(not np.array_equal(value, scales[name]) for name, value in as_loaded(scales, config, dtype).items())
+    held = sorted({value for records in ranks for record in records if record["caches"] for value in record["scales"]["q"]})
+    return [
+        f"ModelOpt's form: vLLM keeps its scales in {dtype}; they equal the file's after that rounding, which changes {moved} of {len(scales)}",
+        f"it has no q scales: vLLM holds {', '.join(f'{value:g}' for value in held) or 'none'} for q",
+    ]
 
 
 def _check_heads(config: dict[str, Any], tensor_parallel_size: int) -> None:

@@ -16,7 +16,7 @@ from calibrate.recipes import CorpusChoice
 
 _MLA = "multi-head latent attention, for which vLLM loads no scales from any tensor name"
 _TOKENS = CorpusChoice().samples * CorpusChoice().sequence_length
-_LEAST_SAMPLES = 8
+_LEAST_SAMPLES = 32  # rows are documents or pieces of them: few rows are few documents
 _WIDTH = 150
 
 
@@ -150,5 +150,5 @@ def _plain(value: Any) -> Any:
 
 
 def _yaml(value: dict[str, Any]) -> list[str]:
-    dumped = yaml.safe_dump(value, sort_keys=False, default_flow_style=None, width=_WIDTH - 10)
+    dumped = yaml.safe_dump(value, sort_keys=False, default_flow_style=None, width=_WIDTH - 38)
     return [f"  {line}" for line in dumped.splitlines()]

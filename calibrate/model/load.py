@@ -12,6 +12,7 @@ from transformers.utils import logging as transformers_logging
 
 from calibrate.errors import HostError, UsageError
 from calibrate.host import cpu_has_fast_bf16
+from calibrate.model.dequantize import dequantize_model, is_compressed, load_dtype
 from calibrate.model.source import SourceCheckpoint, without_kv_scheme
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -70,8 +71,9 @@ def load_model(source: SourceCheckpoint, *, device: str, dtype: torch.dtype, tru
         config = AutoConfig.from_pretrained(source.path, trust_remote_code=trust_remote_code, local_files_only=True)
         _strip_kv_scheme(config)
         with quiet_transformers():
-            model, report = _from_pretrained(source, config, device, dtype, trust_remote_code)
-            _to_dtype(model, dtype)
+            model, report = _from_pretrained(source, config, device, load_dtype(source, dtype), trust_remote_code)
+            if is_compressed(source):
+                dequantize_model(model, _DTYPES.get(_checkpoint_dtype(source), torch.bfloat16), dtype)
     except Exception as error:  # safetensors, huggingface_hub and the model's own code each raise their own kinds
         raise UsageError(f"{source.path} cannot be loaded by transformers: {_first_line(error)}") from error
     if report["missing_keys"]:
@@ -106,20 +108,13 @@ def _auto_class(source: SourceCheckpoint) -> type:
     return AutoModelForImageTextToText if whole in named else AutoModelForCausalLM
 
 
-def _to_dtype(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """compressed-tensors dequantizes a weight in its scales' type: from there to the type that the model computes in."""
-    for module in model.modules():
-        if getattr(module, "quantization_scheme", None) is not None:
-            module.weight.data = module.weight.data.to(dtype)
-
-
 def _strip_kv_scheme(config: Any) -> None:
     """An already calibrated checkpoint would be observed through its old FP8 cache: take the scheme out, and a config that held nothing else."""
     quantization = getattr(config, "quantization_config", None)
     if not isinstance(quantization, dict):
         return
     if rest := without_kv_scheme(quantization):
-        config.quantization_config = rest | ({"dequantize": True} if rest.get("quant_method") == "compressed-tensors" else {})
+        config.quantization_config = rest
     else:
         del config.quantization_config
 

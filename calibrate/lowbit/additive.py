@@ -102,8 +102,8 @@ def nearest_code(vectors: torch.Tensor, book: torch.Tensor) -> torch.Tensor:
 
 
 def take(book: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-    """Codewords [..., n, channels] of codes [..., n]."""
-    return torch.take_along_dim(book, codes[..., None], dim=-2)
+    """Codewords [..., n, channels] of codes [..., n]; the book may have fewer leading axes."""
+    return torch.take_along_dim(book.expand(*codes.shape[:-1], *book.shape[-2:]), codes[..., None], dim=-2)
 
 
 def decode(codes: torch.Tensor, books: torch.Tensor) -> torch.Tensor:

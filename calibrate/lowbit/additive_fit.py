@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -109,16 +110,20 @@ def _key_start(vectors: torch.Tensor, generator: torch.Generator) -> torch.Tenso
 
 def _key_step(weights: torch.Tensor, vectors: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
     """Least squares over the entries: code (a, b) stands for z_a + i·z_b."""
-    design = torch.zeros(CODES, ENTRIES, dtype=torch.complex64)
-    for code in range(CODES):
-        design[code, code // ENTRIES] += 1
-        design[code, code % ENTRIES] += 1j
+    design = _design()
     mass = weights.sum(dim=-2).to(torch.complex64)  # [..., CODES]
     sums = as_complex(weights.mT @ vectors)  # [..., CODES, pairs]
     left = design.mH @ (mass[..., None] * design)
     ridge = _RIDGE * mass.real.sum(dim=-1)[..., None, None] / ENTRIES * torch.eye(ENTRIES)  # keeps entries without vectors where they are
     old = torch.view_as_complex(tables.contiguous())
     return torch.view_as_real(torch.linalg.solve(left + ridge, design.mH @ sums + ridge.to(torch.complex64) @ old).contiguous())
+
+
+@lru_cache(maxsize=1)
+def _design() -> torch.Tensor:
+    """Which entries make a code: complex64 [CODES, ENTRIES]."""
+    ones = torch.eye(ENTRIES, dtype=torch.complex64)
+    return (ones[:, None] + 1j * ones).flatten(0, 1)
 
 
 def _value_start(vectors: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

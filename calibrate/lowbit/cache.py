@@ -111,7 +111,8 @@ class LowBitCache(DynamicCache):
         if tokens_to_remove > 0 or not self.can_return_to(length):
             raise ValueError(f"this cache cannot go back to {length} tokens: some that would stay in 16 bits are quantized by now")
         super().crop(tokens_to_remove)
-        self._done = {key: min(done, self._window(key[1]).quantized(length)) for key, done in self._done.items()}
+        left = {key: min(done, self._window(key[1]).quantized(length)) for key, done in self._done.items()}
+        self._done = {key: done for key, done in left.items() if done}
 
     def reset(self) -> None:
         """Empty it."""

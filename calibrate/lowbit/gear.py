@@ -1,5 +1,6 @@
 """GEAR (arXiv 2403.05527): uniform codes, the largest outliers kept exactly, and a low-rank copy of the error that is left."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -9,6 +10,7 @@ from calibrate.errors import UsageError
 from calibrate.lowbit import sizes
 from calibrate.lowbit.base import LowBitFormat, Window, half
 from calibrate.lowbit.uniform import encode
+from calibrate.model import AttentionLayer
 
 _GROUP = 128  # tokens compressed together
 _RANK = 4
@@ -50,13 +52,16 @@ class Gear(LowBitFormat):
     bits: int
     share: int | None
 
+    def check(self, layers: Sequence[AttentionLayer]) -> None:
+        for layer in layers:
+            if layer.value_head_dim % (self.share or 1):
+                raise UsageError(f"{self.name} groups {self.share} channels of V, and the {layer.value_head_dim} of {layer.module} are no multiple")
+
     def parts(self, tile: torch.Tensor, axis: int) -> Parts:
         """Take apart [..., tokens, dim]; vectors lie along `axis`: −2 for keys, −1 for values."""
         outliers = _outliers(tile, axis)
         count = tile.shape[axis]
         share = self.share or count
-        if count % share:
-            raise UsageError(f"{self.name} groups {share} values of V, and {count} are no multiple: choose another format for this model")
         filled = torch.where(outliers, tile.mean(dim=axis, keepdim=True), tile)
         dense = encode(filled.unflatten(axis, (-1, share)), self.bits, axis).dequantize().flatten(axis - 1, axis)
         error = (tile - dense).masked_fill(outliers, 0.0)

@@ -48,7 +48,7 @@ def _model(folder: Path, config: dict[str, Any], cuda: bool) -> dict[str, Any]:
         choice = choose_kv_dtype(config, cuda)
         kv_cache_dtype = choice.kv_cache_dtype
         check_looked_at(config, kv_cache_dtype, [choice.note])
-    return {"checkpoint": str(folder.resolve()), "dtype": dtype, "kv_cache_dtype": kv_cache_dtype}
+    return {"model": str(folder.resolve()), "dtype": dtype, "kv_cache_dtype": kv_cache_dtype}
 
 
 def _readback(
@@ -56,7 +56,7 @@ def _readback(
 ) -> Readback:
     ranks = [answer["records"]] if not answer["error"] else []
     return Readback(
-        checkpoint=model["checkpoint"],
+        checkpoint=model["model"],
         engine=engine,
         kv_cache_dtype=model["kv_cache_dtype"],
         attention_backend=backends(ranks),

@@ -1,6 +1,7 @@
 """`recipes check`: the whole job on a tiny model of each family, loaded in real vLLM, every scale compared."""
 
 import tempfile
+import textwrap
 import time
 import traceback
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,7 @@ from calibrate.statistics import Statistics
 
 GRANULARITIES = ("tensor", "head")
 _ROWS, _TOKENS = 4, 48
+_MOST_CHARACTERS = 300
 _AT_ONCE = 32  # checkpoints in one vLLM child
 
 
@@ -200,7 +202,7 @@ def _judge(job: _Job, readback: Readback | str) -> Row:
 def _complaint(job: _Job, readback: Readback) -> str:
     """Why vLLM does not hold these scales, "" where it does."""
     if readback.error:
-        return readback.error
+        return textwrap.shorten(readback.error, _MOST_CHARACTERS, placeholder=" …")  # vLLM lists every parameter that it does have
     if readback.failures:
         rest = f" (and {len(readback.failures) - 1} more)" if len(readback.failures) > 1 else ""
         return f"{readback.failures[0]}{rest}"

@@ -12,9 +12,9 @@ from calibrate.errors import UsageError
 from calibrate.families.shrink import tiny_fields
 from calibrate.families.tiny import tiny_config, tiny_model
 from calibrate.model import CacheLayout, probe_layout
+from calibrate.model.support import unsupported
 from calibrate.recipes import CorpusChoice
 
-_MLA = "multi-head latent attention, for which vLLM loads no scales from any tensor name"
 _TOKENS = CorpusChoice().samples * CorpusChoice().sequence_length
 _LEAST_SAMPLES = 32  # rows are documents or pieces of them: few rows are few documents
 _WIDTH = 150
@@ -56,7 +56,7 @@ def new_recipe(family: str, config: PreTrainedConfig, origin: str) -> NewRecipe:
     fields = _plain(tiny_fields(config.to_dict(), type(config)().to_dict()))
     layout, fault = _probe(kind, fields)
     text = config.get_text_config(decoder=True)
-    latent = bool(getattr(text, "kv_lora_rank", None))
+    refusal = unsupported(config.to_dict())
     window = _window(text)
     parts = [
         f"# {family}, from the config of {origin}.",
@@ -64,7 +64,7 @@ def new_recipe(family: str, config: PreTrainedConfig, origin: str) -> NewRecipe:
         f"family: {json.dumps(family)}",
         f"description: {json.dumps(_describe(text, layout))}",
         f"model_types: [{kind}]",
-        *(["support: collect-only", f"reason: {json.dumps(_MLA)}"] if latent else []),
+        *(["support: collect-only", f"reason: {json.dumps(refusal)}"] if refusal else []),
         *_corpus(window),
         "# The default; a value that differs deserves a comment that says why.",
         "# scales: {policy: mse, granularity: tensor, margin: 2.0}",

@@ -84,8 +84,11 @@ def _shrunk(config: dict[str, Any]) -> dict[str, Any]:
             small[name] = value[:keep]
     small |= {name: keep for name in _LAYERS if isinstance(config.get(name), int)}
     small |= {name: HEADS for name in config if _KV_HEADS.fullmatch(name) and config[name] is None}
-    if isinstance(config.get("num_attention_heads"), int) and config.get("head_dim") is None and not config.get("kv_lora_rank"):
+    derived = config.get("kv_lora_rank") or "attention_head_dim" in config
+    if "num_key_value_heads" in config and config.get("head_dim") is None and not derived:
         small["head_dim"] = HEAD_DIM  # what it is anyway; some engines ask for it by name
+    if config.get("kv_lora_rank") and isinstance(config.get("head_dim"), int):
+        small["head_dim"] = small["qk_rope_head_dim"]  # latent attention calls its rotary part that
     if config.get("num_kv_shared_layers"):
         small["num_kv_shared_layers"] = keep // 2
     if config.get("attn_layer_period"):  # every other layer instead of every eighth

@@ -16,7 +16,7 @@ ifneq ($(filter-out auto $(INSTALLED),$(KV_CALIBRATE_ENGINE)),)
 REMAKE := remake
 endif
 
-.PHONY: help remake llmcompressor calibrate verify compare niah gate report inspect doctor test test-fast lint bench clean
+.PHONY: help remake llmcompressor calibrate verify compare niah gate report inspect doctor test test-fast families lint bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -60,6 +60,9 @@ test: .venv/.ready ## every test that can run here [ARGS=]
 
 test-fast: .venv/.ready ## without vLLM and without downloads
 	.venv/bin/python -m pytest -m 'not vllm and not weights' $(ARGS)
+
+families: .venv/.ready ## every recipe through the whole job and vLLM; writes the support table into docs/families.md
+	$(CLI) recipes check --table docs/families.md $(ARGS)
 
 lint: .venv/.ready ## ruff: rules and formatting
 	.venv/bin/ruff check .

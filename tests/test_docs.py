@@ -41,8 +41,8 @@ ALL = [(page.name, command) for page in PAGES for command in commands(page)]
 MAKE = sorted({command for _, command in ALL if command.startswith("make ")})
 OURS = list(dict.fromkeys(command for _, command in ALL if command.startswith("kv-calibrate ")))
 # verify and vLLM's engine are run on real vLLM in tests/engines; bench needs a server's time;
-# lm-eval needs its extra and tasks; maps, plots and the like are written into the folder
-RUN = [command for command in OURS if not re.search(r"--engine vllm|kv-calibrate (verify|bench|run|lm-eval)", command)]
+# recipes are checked in tests/families; lm-eval needs its extra and tasks; maps, plots and the like are written into the folder
+RUN = [command for command in OURS if not re.search(r"--engine vllm|kv-calibrate (verify|bench|run|lm-eval|recipes check)", command)]
 
 
 def test_the_pages_show_commands():

@@ -17,6 +17,7 @@ from calibrate.errors import UsageError
 
 HEADER_KEY = "kv_calibrate"
 SCALES_FILE = "kv_scales.safetensors"  # of a calibrated checkpoint
+SERVE_FILE = "kv_calibration/serve.json"  # in it, where vLLM must be told more than the checkpoint says
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from rich.text import Text
 
 import calibrate
 from calibrate import cli_export, cli_kvarn, cli_lm_eval, cli_niah, cli_planning, cli_proof, cli_recipes, cli_release, cli_weights
-from calibrate.cli_options import as_json, corpus_options, model_options, policy_options
+from calibrate.cli_options import as_json, corpus_options, model_options, policy_options, skip_layers
 from calibrate.errors import CalibrateError, UsageError
 from calibrate.progress import stderr
 
@@ -80,6 +80,7 @@ def main() -> None:
 @model_options
 @corpus_options
 @policy_options
+@skip_layers
 @as_json
 def run(output: Path | None, force: bool, verify: bool, as_json: bool, **options: Any) -> None:
     """The main job: calibrate MODEL (a folder or a hub id), write a checkpoint, have vLLM read it back.
@@ -131,14 +132,13 @@ def solve(statistics: Path, output: Path, force: bool, as_json: bool, **options:
 @click.option("--statistics", type=click.Path(path_type=Path), help="Statistics file to keep in the checkpoint.")
 @click.option("--force", is_flag=True, help="Replace the output folder.")
 @click.option("--trust-remote-code", is_flag=True, help="Accept a checkpoint that brings Python code.")
+@skip_layers
 @as_json
-def write(scales: Path, model: str, output: Path, statistics: Path | None, force: bool, trust_remote_code: bool, as_json: bool) -> None:
+def write(scales: Path, output: Path, statistics: Path | None, force: bool, as_json: bool, **options: Any) -> None:
     """Third step alone: a scales file into a copy of the checkpoint, weights linked."""
     from calibrate import steps, tables
 
-    written = steps.write_from_files(
-        scales, _job({"model": model, "trust_remote_code": trust_remote_code}), output, statistics=statistics, force=force
-    )
+    written = steps.write_from_files(scales, _job(options), output, statistics=statistics, force=force)
     show(as_json, tables.written_as_dict(written), lambda: tables.written(written))
 
 

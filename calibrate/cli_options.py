@@ -35,6 +35,7 @@ corpus_options = _together(
     click.option("--save-every", type=click.FloatRange(0), default=60.0, show_default=True, help="Seconds between saves of a resumable state."),
     click.option("--tokens-per-batch", type=click.IntRange(1), help="Tokens in one forward. Another value may move K and V by matmul rounding."),
 )
+skip_layers = click.option("--skip-layers", help="Layers to leave in 16 bits: 0,1,sliding_window, or none. Default: the recipe's.")
 policy_options = _together(
     click.option("--policy", type=click.Choice(["amax", "mse", "percentile", "pow2"]), help="How scales are solved (docs/policies.md)."),
     click.option("--granularity", type=click.Choice(["tensor", "head"]), help="One scale a tensor, or one a KV head."),

@@ -14,6 +14,7 @@ from calibrate.errors import UsageError
 from calibrate.evaluate.evidence import save_readback
 from calibrate.inspection import Inspection, inspect
 from calibrate.model import SourceCheckpoint, choose_device, compute_dtype, load_model, load_tokenizer, resolve_model
+from calibrate.model.skip import SkipLayers, parse_skip_layers, skipped_layers
 from calibrate.progress import note
 from calibrate.recipes import Recipe, choose_recipe
 from calibrate.scales import PolicyOptions, Scales, solve
@@ -48,6 +49,7 @@ class JobOptions(BaseModel):
     margin: float | None = None
     percentile: float | None = None
     search_octaves: int | None = None
+    skip_layers: str | None = None
 
     def corpus(self, recipe: Recipe, context_length: int | None = None) -> CorpusOptions:
         """The recipe's corpus, its rows no longer than the model's context, with what was asked for on top."""
@@ -66,6 +68,10 @@ class JobOptions(BaseModel):
             first = error.errors()[0]
             raise UsageError(f"{'.'.join(str(part) for part in first['loc'])} {first['input']}: {first['msg']}") from error
 
+    def skipped(self, recipe: Recipe) -> SkipLayers:
+        """The recipe's layers for a 16-bit cache, or those asked for."""
+        return recipe.skip_layers if self.skip_layers is None else parse_skip_layers(self.skip_layers)
+
 
 @dataclass(frozen=True)
 class JobResult:
@@ -82,14 +88,14 @@ def run(options: JobOptions, output: Path | None, *, force: bool = False, verify
     original = open_source(options)
     output = output or Path("calibrated") / "-".join(filter(None, [model_name(original, options), options.weights]))
     recipe = recipe_for(original, options)
-    policy = options.scales(recipe)
+    policy, skip = options.scales(recipe), options.skipped(recipe)
     check_carrier(original, output, options.weights, policy, force=force, for_vllm=verify)
     note(f"model {original.path} ({original.model_type}), recipe {recipe.family}, output {output}")
     source = prepare_weights(original, options, recipe, output)
     state = output.with_name(f".{output.name}.collect-state.safetensors")
-    statistics = collect_statistics(source, options, recipe, state=state)
+    statistics = collect_statistics(source, options, recipe, state=state, skip=skip)
     scales = solve(statistics, policy)
-    written = write_checkpoint(source, scales, output, statistics=statistics, force=force)
+    written = write_checkpoint(source, scales, output, statistics=statistics, skip_layers=skip, force=force)
     discard(state)
     discard_carrier(output)
     readback = verify_checkpoint(output, expected=written.tensors) if verify else None
@@ -126,13 +132,14 @@ def corpus_of(source: SourceCheckpoint, options: JobOptions, recipe: Recipe) -> 
     return load_corpus(options.corpus(recipe, source.context_length), tokenizer, vocab_size=source.vocab_size, context_length=source.context_length)
 
 
-def collect_statistics(source: SourceCheckpoint, options: JobOptions, recipe: Recipe, *, state: Path | None) -> Statistics:
-    """Corpus and model → statistics; an interrupted run goes on from `state`."""
+def collect_statistics(source: SourceCheckpoint, options: JobOptions, recipe: Recipe, *, state: Path | None, skip: SkipLayers = ()) -> Statistics:
+    """Corpus and model → statistics; an interrupted run goes on from `state`. Layers to `skip` that the model lacks are refused before it starts."""
     device = choose_device(options.device)
     corpus = corpus_of(source, options, recipe)
     model = load_model(source, device=device, dtype=compute_dtype(source, device, options.dtype), trust_remote_code=options.trust_remote_code)
     try:
         job = prepare(model, source, corpus, tokens_per_batch=options.tokens_per_batch, second_moments=options.kvarn)
+        skipped_layers(job.layout.as_dict()["layers"], skip)
         return collect(job, state=state, state_seconds=options.save_every)
     except OverflowError as error:
         raise UsageError(f"{source.path} writes numbers into its cache whose squares exceed 2^100: its weights are damaged") from error

@@ -47,7 +47,8 @@ def write_from_files(scales: Path, options: JobOptions, output: Path, *, statist
     if kept is not None and kept.digest() != loaded.statistics_digest:
         raise UsageError(f"{scales} was not solved from {statistics}: their digests differ")
     source = open_source(options)
-    return write_checkpoint(source, loaded, output, statistics=kept, force=force)
+    skip = options.skipped(recipe_for(source, options))
+    return write_checkpoint(source, loaded, output, statistics=kept, skip_layers=skip, force=force)
 
 
 def export_checkpoint(

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from calibrate.checkpoint import Written
+from calibrate.checkpoint.card import vllm_flags
 from calibrate.engines import Readback
 from calibrate.families.check import Row
 from calibrate.inspection import Inspection, summary
@@ -30,6 +31,7 @@ def job(result: JobResult) -> RenderableType:
     table = _summary_table(result.inspection)
     table.title = Text(str(result.written.path))
     parts: list[RenderableType] = [table, *_warning_lines(result.inspection.warnings)]
+    parts += _serve_lines(result.written)
     parts.append(readback(result.readback) if result.readback else Text("not verified: vLLM was not asked (--no-verify)", style="yellow"))
     return Group(*parts)
 
@@ -38,6 +40,7 @@ def job_as_dict(result: JobResult) -> dict[str, Any]:
     return {
         "output": str(result.written.path),
         "files": result.written.how,
+        "serve": result.written.serve,
         "options": result.scales.options.model_dump(),
         "counted": result.scales.counted,
         "scales_digest": result.scales.digest(),
@@ -99,11 +102,22 @@ def scales_as_dict(result: Scales, path: Path) -> dict[str, Any]:
 
 def written(result: Written) -> RenderableType:
     files = ", ".join(f"{number} {how}" for how, number in sorted(result.how.items()))
-    return Text(f"{result.path}: {len(result.tensors)} scales; files of the source: {files}. Next: kv-calibrate verify {result.path}")
+    line = f"{result.path}: {len(result.tensors)} scales; files of the source: {files}. Next: kv-calibrate verify {result.path}"
+    return Group(Text(line), *_serve_lines(result))
+
+
+def _serve_lines(result: Written) -> list[Text]:
+    """What vLLM must be told, where it must be told anything."""
+    return [Text(f"serve it with: vllm serve {result.path} {vllm_flags(result.serve)}", style="yellow")] if result.serve else []
 
 
 def written_as_dict(result: Written) -> dict[str, Any]:
-    return {"output": str(result.path), "files": result.how, "scales": {name: value.tolist() for name, value in result.tensors.items()}}
+    return {
+        "output": str(result.path),
+        "files": result.how,
+        "serve": result.serve,
+        "scales": {name: value.tolist() for name, value in result.tensors.items()},
+    }
 
 
 def readback(result: Readback) -> RenderableType:

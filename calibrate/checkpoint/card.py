@@ -1,7 +1,8 @@
 """The model card's section on the KV cache."""
 
 import re
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from calibrate.artefact import public
 from calibrate.scales import Scales
@@ -23,16 +24,20 @@ VLLM_USE = Use(
 )
 
 
-def with_section(card: str, scales: Scales, use: Use = VLLM_USE) -> str:
-    """The card with its kv-calibrate section added at the end, or replaced where it stands; front matter and all else stay."""
-    section = f"{_BEGIN}\n{_text(scales, use)}{_END}\n"
+def with_section(card: str, scales: Scales, use: Use = VLLM_USE, serve: Mapping[str, Any] | None = None) -> str:
+    """The card with its kv-calibrate section added at the end, or replaced where it stands; front matter and all else stay.
+
+    Args:
+        serve: vLLM engine arguments that the checkpoint needs.
+    """
+    section = f"{_BEGIN}\n{_text(scales, use, serve or {})}{_END}\n"
     if _SECTION.search(card):
         return _SECTION.sub(lambda _: section, card)
     separator = "" if not card else "\n" if card.endswith("\n") else "\n\n"
     return card + separator + section
 
 
-def _text(scales: Scales, use: Use) -> str:
+def _text(scales: Scales, use: Use, serve: Mapping[str, Any]) -> str:
     options, counted = scales.options, scales.counted
     corpora = sorted({public(source["data"]).replace("|", "\\|") for run in scales.provenance for source in run["corpus"].get("sources", [])}) or [
         "not recorded"
@@ -45,10 +50,24 @@ def _text(scales: Scales, use: Use) -> str:
         ("calibrated on", f"{counted['tokens']:,} tokens of {counted['documents']:,} documents ({', '.join(corpora)})"),
         ("made with", ", ".join(tools)),
     ]
+    skipped = serve.get("kv_cache_dtype_skip_layers")
+    if skipped:
+        rows.insert(1, ("16-bit layers", f"{', '.join(map(str, skipped))}: vLLM must be told (below)"))
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
     return (
         "## FP8 KV cache\n\n"
         f"This checkpoint carries calibrated scales for an FP8 KV cache. {use.how} The weights are those of the original checkpoint.\n\n"
         f"| | |\n|---|---|\n{table}\n\n"
-        "Digests and options are in `kv_calibration/provenance.json`.\n"
+        f"{_told(serve)}Digests and options are in `kv_calibration/provenance.json`.\n"
     )
+
+
+def vllm_flags(serve: Mapping[str, Any]) -> str:
+    """The arguments as `vllm serve` takes them."""
+    return " ".join(
+        f"--{name.replace('_', '-')} {' '.join(map(str, value)) if isinstance(value, list | tuple) else value}" for name, value in serve.items()
+    )
+
+
+def _told(serve: Mapping[str, Any]) -> str:
+    return f"It needs arguments that a checkpoint cannot carry: `vllm serve <this folder> {vllm_flags(serve)}`.\n\n" if serve else ""

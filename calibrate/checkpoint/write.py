@@ -3,13 +3,14 @@
 import json
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from calibrate.artefact import sha256_file, write_json, write_tensors, write_text
+from calibrate.artefact import SERVE_FILE, sha256_file, write_json, write_tensors, write_text
 from calibrate.checkpoint.card import VLLM_USE, Use, with_section
 from calibrate.checkpoint.kvarn_reference import TABLES_FILE, with_tables
 from calibrate.checkpoint.links import link, resolved
@@ -20,12 +21,14 @@ from calibrate.checkpoint.shards import build_index, copy_without, shard_names
 from calibrate.errors import UsageError
 from calibrate.kvarn.solve import variance_tables
 from calibrate.model import SourceCheckpoint
+from calibrate.model.skip import skipped_layers
 from calibrate.model.source import INDEX_FILE, SCALES_FILE
 from calibrate.model.weights import EARLIER_SCALES
 from calibrate.scales import PolicyOptions, Scales
 from calibrate.statistics import Statistics
 
 SCHEMA = "kv-calibrate/provenance/1"
+SERVE_SCHEMA = "kv-calibrate/serve/1"
 ENGINE_SCALES = "kv-calibrate/engine-scales/1"
 FOLDER = "kv_calibration"
 _OURS = {"config.json", INDEX_FILE, SCALES_FILE, "README.md", FOLDER}
@@ -41,11 +44,13 @@ class Written:
         path: its folder.
         tensors: scale name → float32 array, as engines load them.
         how: number of files linked, reflinked and copied.
+        serve: vLLM engine arguments that the checkpoint needs and cannot carry (`engines.serving`).
     """
 
     path: Path
     tensors: dict[str, np.ndarray]
     how: dict[str, int]
+    serve: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -57,12 +62,14 @@ class Form:
         quantization_config: what makes engines load them, for config.json.
         files: further JSON files, name → content.
         card: what the model card says of the scales and of their use.
+        serve: what vLLM must be told to use them, by the name of its engine argument (`engines.serving` reads it); {} where nothing.
     """
 
     tensors: dict[str, np.ndarray]
     quantization_config: dict[str, Any]
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     card: Use = VLLM_USE
+    serve: dict[str, Any] = field(default_factory=dict)
 
 
 def scale_tensors(source: SourceCheckpoint, scales: Scales) -> dict[str, np.ndarray]:
@@ -79,10 +86,19 @@ def check_writable(source: SourceCheckpoint, output: Path, options: PolicyOption
     check_target(source.path, output, force=force)
 
 
-def write_checkpoint(source: SourceCheckpoint, scales: Scales, output: Path, *, statistics: Statistics | None = None, force: bool = False) -> Written:
+def write_checkpoint(
+    source: SourceCheckpoint,
+    scales: Scales,
+    output: Path,
+    *,
+    statistics: Statistics | None = None,
+    skip_layers: Sequence[int | str] = (),
+    force: bool = False,
+) -> Written:
     """Write the calibrated checkpoint; scales of an earlier calibration are replaced.
 
     Args:
+        skip_layers: layers that are to keep a 16-bit cache, as `model.skip` reads them. They have scales all the same.
         statistics: kept beside the scales, so that another policy can be solved later without the corpus. Where they hold second moments,
             KVarN tables are made of them and written too.
 
@@ -91,7 +107,9 @@ def write_checkpoint(source: SourceCheckpoint, scales: Scales, output: Path, *, 
     """
     check_writable(source, output, scales.options, force=force)
     check_same_weights(source, scales)
-    form = Form(scale_tensors(source, scales), merged_quantization_config(source.quantization, scales.options))
+    skipped = skipped_layers(scales.layout["layers"], skip_layers)
+    serve = {"kv_cache_dtype_skip_layers": list(skipped)} if skipped else {}
+    form = Form(scale_tensors(source, scales), merged_quantization_config(source.quantization, scales.options), serve=serve)
     return write_form(source, scales, form, output, statistics=statistics)
 
 
@@ -108,14 +126,16 @@ def write_form(source: SourceCheckpoint, scales: Scales, form: Form, output: Pat
         write_tensors(making / SCALES_FILE, form.tensors, {"schema": ENGINE_SCALES, "scales": scales.digest()})
         for name, content in {"config.json": config, INDEX_FILE: index, **form.files}.items():
             write_json(making / name, content)
-        write_text(making / "README.md", with_section(_card(source), scales, form.card))
+        write_text(making / "README.md", with_section(_card(source), scales, form.card, form.serve))
         scales.save(making / FOLDER / "scales.safetensors")
+        if form.serve:
+            write_json(making / SERVE_FILE, {"schema": SERVE_SCHEMA, "vllm": form.serve})
         if statistics is not None:
             statistics.save(making / FOLDER / "statistics.safetensors")
         if tables is not None:
             tables.save(making / TABLES_FILE)
-        write_json(making / FOLDER / "provenance.json", _provenance(source, scales, making, rewritten | form.files.keys()))
-    return Written(output, form.tensors, dict(how))
+        write_json(making / FOLDER / "provenance.json", _provenance(source, scales, making, rewritten | form.files.keys(), form.serve))
+    return Written(output, form.tensors, dict(how), form.serve)
 
 
 def check_same_weights(source: SourceCheckpoint, scales: Scales) -> None:
@@ -148,7 +168,7 @@ def _card(source: SourceCheckpoint) -> str:
     return resolved(path, source.path).read_bytes().decode("utf-8", errors="replace") if path.is_file() else ""  # bytes: line ends stay
 
 
-def _provenance(source: SourceCheckpoint, scales: Scales, making: Path, rewritten: set[str]) -> dict[str, Any]:
+def _provenance(source: SourceCheckpoint, scales: Scales, making: Path, rewritten: set[str], serve: dict[str, Any]) -> dict[str, Any]:
     """Who wrote what from what. Digests of written files, of shards that had to be rewritten, and of what decides on tokens and prompts."""
     ours = [SCALES_FILE, "config.json", INDEX_FILE, "README.md", *(f"{FOLDER}/{path.name}" for path in (making / FOLDER).iterdir())]
     files = sorted({*ours, *rewritten, *(path.name for path in making.iterdir() if path.is_file() and _TOKENS_OR_PROMPTS.match(path.name))})
@@ -161,5 +181,6 @@ def _provenance(source: SourceCheckpoint, scales: Scales, making: Path, rewritte
         "counted": dict(sorted(scales.counted.items())),
         "runs": json.loads(json.dumps(scales.provenance, sort_keys=True)),  # one order of keys, whether they come from memory or a file
         "warnings": list(scales.warnings),
+        **({"serve": serve} if serve else {}),
         "files": {name: sha256_file(making / name) for name in files},
     }

@@ -10,6 +10,7 @@ from calibrate.engines.compare import compare_scales
 from calibrate.engines.host import choose_kv_dtype, read_config, sixteen_bit, uses_cuda, vllm_distribution
 from calibrate.engines.process import run_child
 from calibrate.engines.readback import Readback
+from calibrate.engines.serving import serving
 from calibrate.engines.source import as_loaded, file_scales, is_modelopt, kinds_of, kv_strategy
 from calibrate.engines.verify import backends, check_looked_at, form_notes
 from calibrate.errors import UsageError
@@ -48,7 +49,7 @@ def _model(folder: Path, config: dict[str, Any], cuda: bool) -> dict[str, Any]:
         choice = choose_kv_dtype(config, cuda)
         kv_cache_dtype = choice.kv_cache_dtype
         check_looked_at(config, kv_cache_dtype, [choice.note])
-    return {"model": str(folder.resolve()), "dtype": dtype, "kv_cache_dtype": kv_cache_dtype}
+    return {"model": str(folder.resolve()), "dtype": dtype, "kv_cache_dtype": kv_cache_dtype, **serving(folder).arguments()}
 
 
 def _readback(

@@ -1,5 +1,6 @@
 """A KV cache that holds what an FP8 engine's would: every K and V is quantized as it is written, and only the quantized values are ever read."""
 
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -24,13 +25,17 @@ class CacheQuantizer:
         layout: what the model caches.
         cache_dtype: the 16-bit type in which K and V come to the cache.
         model: its modules tell the layer that an attention call belongs to.
+        sixteen_bit: indices of the layers that an FP8 variant leaves in 16 bits, K, V and Q.
 
     Raises:
         UsageError: the variant's scales are not of this model: a layer is missing, or has another number of heads.
     """
 
-    def __init__(self, layout: CacheLayout, variant: Variant, cache_dtype: torch.dtype, model: PreTrainedModel) -> None:
+    def __init__(
+        self, layout: CacheLayout, variant: Variant, cache_dtype: torch.dtype, model: PreTrainedModel, *, sixteen_bit: Collection[int] = ()
+    ) -> None:
         self.cache_dtype = cache_dtype
+        self.sixteen_bit = tuple(sorted(sixteen_bit))
         self.format: NumberFormat | None = None
         self._scales: dict[tuple[int, str], torch.Tensor] = {}
         self.indices: dict[nn.Module, int] = {}
@@ -38,7 +43,7 @@ class CacheQuantizer:
             return
         self.format = FORMATS[variant.scales.options.number_format]
         given = {layer.index: layer for layer in variant.scales.layers}
-        for layer in layout.layers:
+        for layer in (one for one in layout.layers if one.index not in sixteen_bit):
             if layer.index not in given:
                 raise UsageError(f"variant {variant.name} has no scales for layer {layer.index} ({layer.module}) of this model")
             self._add(layer, given[layer.index], variant.name)
@@ -57,7 +62,7 @@ class CacheQuantizer:
 
     def __call__(self, index: int, kind: str, values: torch.Tensor) -> torch.Tensor:
         """Quantize and dequantize [batch, heads, seq, head_dim]; the type stays."""
-        if self.format is None:
+        if (index, kind) not in self._scales:  # the 16-bit variant, or a layer that keeps 16 bits
             return values if kind == "q" else values.to(self.cache_dtype).to(values.dtype)
         scale = self._scales[index, kind]
         if scale.device != values.device:

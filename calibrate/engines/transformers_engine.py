@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from calibrate.engines.quantized_cache import CacheQuantizer, QuantizedCache
+from calibrate.engines.serving import cache_name, serving
 from calibrate.engines.session import EngineInfo, TokenScores, Variant
 from calibrate.errors import UsageError
 from calibrate.lowbit import LowBitCache, Placement
@@ -67,7 +68,8 @@ class TransformersEngine:
             UsageError: scales, tables or codebooks of another model, or a model that the variant's format cannot store.
         """
         cache_dtype = CACHE_DTYPES[cache_dtype_of(self.source)].dtype
-        quantizer = CacheQuantizer(self.layout, variant, cache_dtype, self.model)
+        sixteen_bit = serving(self.source.path).kv_cache_dtype_skip_layers
+        quantizer = CacheQuantizer(self.layout, variant, cache_dtype, self.model, sixteen_bit=sixteen_bit)
         config = self.model.config.get_text_config(decoder=True)
         placement = None if variant.store is None else Placement(self.layout, variant.store, cache_dtype, config)
         queries = self.quantize_queries and bool(quantizer.indices)
@@ -110,7 +112,8 @@ class TransformersSession:
         if self._placement is not None:
             return self._placement.fmt.name
         fmt = self._quantizer.format
-        return str(self._quantizer.cache_dtype).removeprefix("torch.") if fmt is None else f"fp8_{fmt.name}"
+        plain = str(self._quantizer.cache_dtype).removeprefix("torch.")
+        return plain if fmt is None else cache_name(f"fp8_{fmt.name}", self._quantizer.sixteen_bit)
 
     def _new_cache(self) -> QuantizedCache | LowBitCache:
         return QuantizedCache(self._config, self._quantizer) if self._placement is None else LowBitCache(self._config, self._placement)

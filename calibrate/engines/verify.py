@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from calibrate.engines.compare import compare_scales
-from calibrate.engines.host import check_parallel, choose_kv_dtype, read_config, sixteen_bit, uses_cuda, vllm_distribution
+from calibrate.engines.host import check_parallel, choose_kv_dtype, read_config, sixteen_bit, too_slow_to_run, uses_cuda, vllm_distribution
 from calibrate.engines.process import run_child
 from calibrate.engines.readback import Readback
+from calibrate.engines.serving import misplaced, serving
 from calibrate.engines.source import as_loaded, file_scales, is_modelopt, kinds_of, kv_strategy
 from calibrate.errors import HostError, UsageError
 from calibrate.progress import note
@@ -63,7 +64,7 @@ def verify_checkpoint(
         notes += [choice.note] if choice.note else []
     check_looked_at(config, kv_cache_dtype, notes)
     note(f"starting {engine} on {checkpoint} (kv_cache_dtype {kv_cache_dtype}, {tensor_parallel_size} rank(s)); this takes about a minute")
-    job = _job(checkpoint, config, tensor_parallel_size, kv_cache_dtype)
+    job = _job(checkpoint, config, tensor_parallel_size, kv_cache_dtype) | {"not_run": too_slow_to_run(config, cuda)}
     result, failed = run_child("calibrate.engines.vllm_child", job, timeout, engine_env(tensor_parallel_size, cuda))
     rows = compare_scales(as_loaded(scales, config, sixteen_bit(config)), result["ranks"], strategy, kinds_of(config))
     if failed and all(row.ok for row in rows):
@@ -77,7 +78,7 @@ def verify_checkpoint(
         rows=rows,
         notes=(*notes, *_findings(result, strategy, kv_cache_dtype), *form_notes(config, scales, result["ranks"])),
         seconds=round(time.monotonic() - started, 2),
-        error=str(failed or ""),
+        error=str(failed or "") or misplaced(result["ranks"], serving(checkpoint), kv_cache_dtype),
     )
 
 
@@ -121,6 +122,7 @@ def _job(checkpoint: Path, config: dict[str, Any], tensor_parallel_size: int, kv
         "tensor_parallel_size": tensor_parallel_size,
         "max_model_len": min(_CONTEXT, context_length_of(config) or _CONTEXT),
         "seed": 0,
+        "serving": serving(checkpoint).arguments(),
         "text_only": any(name in config for name in ("vision_config", "audio_config")),
     }
 
@@ -145,7 +147,11 @@ def backends(ranks: list[list[dict[str, Any]]]) -> str:
 def _findings(result: dict[str, Any], strategy: str, kv_cache_dtype: str) -> list[str]:
     records = [record for records in result["ranks"] for record in records if record["caches"]]
     tokens = result["tokens"]
-    notes = ["vLLM could not generate" if tokens is None else f"vLLM generated {len(tokens)} tokens greedily with this cache: {tokens}"]
+    notes = [
+        result["not_run"] or "vLLM could not generate"
+        if tokens is None
+        else f"vLLM generated {len(tokens)} tokens greedily with this cache: {tokens}"
+    ]
     if result["amx"]:
         notes.append("AMX tile state was requested for vLLM's workers, which use it without asking")
     others = sorted({record["module"] for record in records if record["kv_cache_dtype"] != kv_cache_dtype})

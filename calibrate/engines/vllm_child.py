@@ -12,8 +12,11 @@ _NEW_TOKENS = 4
 
 
 def read_back(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """job: `checkpoint`, `kv_cache_dtype`, `dtype`, `tensor_parallel_size`, `max_model_len`, `seed`, `text_only`.
-    Yields `ranks` (records of `extension.scales_of`), `amx` and `tokens`: None at first, so that the scales are known even if running fails."""
+    """job: `checkpoint`, `kv_cache_dtype`, `dtype`, `tensor_parallel_size`, `max_model_len`, `seed`, `text_only`,
+    `serving` (further arguments of vllm.LLM), `not_run` (why nothing is to be generated, or "").
+
+    Yields `ranks` (records of `extension.scales_of`), `amx` and `tokens`: None at first, so that the scales are known even if running fails.
+    """
     import vllm
 
     llm = vllm.LLM(
@@ -30,12 +33,14 @@ def read_back(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
         seed=job["seed"],
         worker_extension_cls="calibrate.engines.extension.ScaleReader",
         disable_log_stats=True,
+        **job["serving"],
         **({"limit_mm_per_prompt": {"image": 0, "video": 0, "audio": 0}} if job["text_only"] else {}),
     )
     amx = llm.collective_rpc("request_amx")
-    loaded = {"ranks": llm.collective_rpc("kv_scales"), "amx": any(amx)}
+    loaded = {"ranks": llm.collective_rpc("kv_scales"), "amx": any(amx), "not_run": job["not_run"]}
     yield loaded | {"tokens": None}
-    yield loaded | {"tokens": _generate(llm)}
+    if not job["not_run"]:
+        yield loaded | {"tokens": _generate(llm)}
 
 
 def _generate(llm) -> list[int]:

@@ -12,6 +12,7 @@ import numpy as np
 from calibrate.engines.compare import compare_scales
 from calibrate.engines.conversation import Conversation, conversation
 from calibrate.engines.host import check_parallel, check_runs_fp8, read_config, sixteen_bit, uses_cuda, vllm_distribution
+from calibrate.engines.serving import Serving, cache_name, serving
 from calibrate.engines.session import EngineInfo, TokenScores, Variant
 from calibrate.engines.source import file_scales, kv_strategy
 from calibrate.engines.verify import backends, engine_env
@@ -137,7 +138,7 @@ class VllmEngine(_Settings):
             job = {"arguments": self._arguments(checkpoint, variant, longest, cuda)}
             note(f"starting {distribution} with the {variant.name} cache of {self.source.path.name}")
             with conversation(_CHILD, job, self.timeout, env) as child:
-                _check_cache(child.hello["ranks"], variant, checkpoint)
+                _check_cache(child.hello["ranks"], variant, checkpoint, self._told(variant))
                 yield VllmSession(child, self._info(child.hello, distribution, variant), longest)
 
     def _arguments(self, checkpoint: Path, variant: Variant, longest: int, cuda: bool) -> dict[str, Any]:
@@ -160,11 +161,16 @@ class VllmEngine(_Settings):
             arguments["gpu_memory_utilization"] = self.gpu_memory_utilization
         if any(name in self.source.config for name in ("vision_config", "audio_config")):
             arguments["limit_mm_per_prompt"] = {"image": 0, "video": 0, "audio": 0}
-        return arguments
+        return arguments | self._told(variant).arguments()
+
+    def _told(self, variant: Variant) -> Serving:
+        """What the checkpoint's serve.json asks for; which layers keep 16 bits matters to an FP8 cache alone."""
+        told = serving(self.source.path)
+        return told if variant.scales is not None else told.model_copy(update={"kv_cache_dtype_skip_layers": ()})
 
     def _info(self, hello: dict[str, Any], distribution: str, variant: Variant) -> EngineInfo:
         flash = {record["flash"] for records in hello["ranks"] for record in records if record["caches"]} - {None}
-        cache = hello["dtype"] if variant.scales is None else "fp8_e4m3"
+        cache = hello["dtype"] if variant.scales is None else cache_name("fp8_e4m3", self._told(variant).kv_cache_dtype_skip_layers)
         return EngineInfo(
             engine="vllm",
             version=distribution,
@@ -176,19 +182,24 @@ class VllmEngine(_Settings):
         )
 
 
-def _check_cache(ranks: list[list[dict[str, Any]]], variant: Variant, checkpoint: Path) -> None:
+def _check_cache(ranks: list[list[dict[str, Any]]], variant: Variant, checkpoint: Path, told: Serving) -> None:
     """vLLM loads wrong scales, and falls back to other caches, without a word: neither may pass for the variant."""
     layers = [record for records in ranks for record in records if record["caches"]]
     bound = [record for record in layers if record["cache_dtype"] is not None]
     if not bound:
         raise CheckFailed(f"vLLM bound no KV cache to any attention layer of {checkpoint.name}")
     eight_bit = variant.scales is not None
-    wrong = next((one for one in layers if one["kv_cache_dtype"].startswith("fp8") != eight_bit), None)
-    wrong = wrong or next((one for one in bound if (one["cache_dtype"].startswith("float8") or one["cache_dtype"] == "uint8") != eight_bit), None)
+
+    def differs(one: dict[str, Any]) -> bool:
+        wanted = eight_bit and not told.leaves_out(one["module"])
+        held = one["cache_dtype"]
+        return one["kv_cache_dtype"].startswith("fp8") != wanted or (held is not None and (held.startswith("float8") or held == "uint8") != wanted)
+
+    wrong = next((one for one in layers if differs(one)), None)
     if wrong is not None:
-        kind = "FP8" if eight_bit else "16-bit"
+        kind = "FP8" if eight_bit and not told.leaves_out(wrong["module"]) else "16-bit"
         held = f"{wrong['kv_cache_dtype']} (tensor {wrong['cache_dtype']})"
-        raise CheckFailed(f"the {variant.name} variant needs a {kind} cache, but vLLM keeps {held} in {wrong['module']}")
+        raise CheckFailed(f"the {variant.name} variant needs a {kind} cache in {wrong['module']}, but vLLM keeps {held}")
     if eight_bit:
         rows = compare_scales(file_scales(checkpoint), ranks, kv_strategy(read_config(checkpoint), checkpoint))
         failures = [row for row in rows if not row.ok]

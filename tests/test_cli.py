@@ -304,7 +304,7 @@ def test_custom_code_is_not_run_unasked(run_refused, source):
     assert "pass --trust-remote-code" in run_refused(source)
 
 
-@pytest.mark.parametrize("method", ["awq", "gptq", "mxfp4"])
+@pytest.mark.parametrize("method", ["mxfp4", "bitsandbytes", "modelopt"])
 def test_run_refuses_formats_that_cannot_carry_kv_scales(refused, source, corpus, tmp_path, method):
     edit_config(source, quantization_config={"quant_method": method})
     line = refused("run", source, "--data", corpus, *SHORT, "--output", tmp_path / "out", "--no-verify")

@@ -70,6 +70,15 @@ def check_runs_fp8(config: dict[str, Any], cuda: bool) -> None:
         raise HostError(f"{choice.note.partition(';')[0]}; {emulated}")
 
 
+def too_slow_to_run(config: dict[str, Any], cuda: bool) -> str:
+    """Why nothing is generated on this host with these weights, "" where it is: loading them is no less proven."""
+    groups = ((config.get("quantization_config") or {}).get("config_groups") or {}).values()
+    inputs = [group.get("input_activations") or {} for group in groups]
+    if cuda or not any(each.get("type") == "float" and each.get("num_bits") == 8 for each in inputs):
+        return ""
+    return "nothing was generated: vLLM multiplies FP8 weights and activations on a CPU by a reference loop, minutes for a few tokens"
+
+
 def choose_for_cuda(capability: tuple[int, int], config: dict[str, Any]) -> KVChoice:
     if gpu_runs_fp8(capability):
         return KVChoice("fp8")

@@ -18,6 +18,7 @@ _ERROR = re.compile(r"(?:^|\]\s|\s)((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exceptio
 _ECHO = re.compile(r"Engine core initialization failed|EngineCore encountered|cancelled|WorkerProc initialization failed")
 _HEADLINE = re.compile(r"\d+ validation errors? for ")
 _DEATH = re.compile(r"Worker proc \S+ died unexpectedly \(exit code: (-?\d+)\)|Fatal Python error: (.+)$")
+_NO_KERNEL = re.compile(r"Failed to find a kernel that can implement the (\S+) linear layer")
 _GRACE_SECONDS = 5
 
 
@@ -101,6 +102,10 @@ def failure(code: int, log: Path) -> EngineRefused | HostError:
         return HostError(f"vLLM was killed, most likely for memory; its log: {log}")
     if death == signal.SIGILL:
         return HostError(f"vLLM used an instruction that this CPU does not have; its log: {log}")
+    if lacking := _NO_KERNEL.search(text):
+        return HostError(
+            f"vLLM has no kernel on this host for the checkpoint's {lacking[1]} weights: verify it on a CUDA host that has one; its log: {log}"
+        )
     return EngineRefused(f"vLLM failed: {decisive_line(text) or f'exit code {code}'}; its log: {log}")
 
 

@@ -12,7 +12,7 @@ from transformers.utils import logging as transformers_logging
 
 from calibrate.errors import HostError, UsageError
 from calibrate.host import cpu_has_fast_bf16
-from calibrate.model.dequantize import dequantize_model, is_compressed, load_dtype
+from calibrate.model.dequantize import dequantize_model, is_compressed, load_dtype, quiet_compressed_tensors
 from calibrate.model.source import SourceCheckpoint, without_kv_scheme
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -70,7 +70,7 @@ def load_model(source: SourceCheckpoint, *, device: str, dtype: torch.dtype, tru
     try:
         config = AutoConfig.from_pretrained(source.path, trust_remote_code=trust_remote_code, local_files_only=True)
         _strip_kv_scheme(config)
-        with quiet_transformers():
+        with quiet_transformers(), quiet_compressed_tensors():
             model, report = _from_pretrained(source, config, device, load_dtype(source, dtype), trust_remote_code)
             if is_compressed(source):
                 dequantize_model(model, _DTYPES.get(_checkpoint_dtype(source), torch.bfloat16), dtype)

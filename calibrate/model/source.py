@@ -108,12 +108,12 @@ class SourceCheckpoint:
         if method in _CANNOT_CARRY:
             raise UsageError(
                 f"{self.path} is quantized with {method}, and vLLM loads no KV scales from that format: "
-                "give another form of the model, or calibrate the unquantized checkpoint (`kv-calibrate convert` rewrites AWQ, GPTQ and FP8)"
+                "calibrate the unquantized checkpoint, or one in compressed-tensors form (`kv-calibrate convert` makes it of AWQ, GPTQ and FP8)"
             )
         if method in _OTHER_CARRIERS:
             raise UsageError(
                 f"{self.path} is quantized with {method}, whose KV scales vLLM keeps in the model dtype, per tensor only: "
-                "give another form of the model, or calibrate the unquantized checkpoint (`kv-calibrate convert` rewrites AWQ, GPTQ and FP8)"
+                "calibrate the unquantized checkpoint, or one in compressed-tensors form (`kv-calibrate convert` makes it of AWQ, GPTQ and FP8)"
             )
         if method not in ("", "compressed-tensors"):
             raise UsageError(f"{self.path} has quant_method {method}, which kv-calibrate does not know: it can write into compressed-tensors")

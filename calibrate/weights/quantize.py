@@ -82,8 +82,8 @@ def quantize_checkpoint(
             "trust_remote_code": trust,
         }
         found = run_llmcompressor(job, source.path)
-        config = _merge_config(source, making)
-        write_json(making / "config.json", config)
+        write_json(making / "config.json", _merge_config(source, making))
+        _open_to_all(making)
         bring_others(source, making)
         write_record(making, made, {"scheme": SCHEMES[scheme].says, **found})
     before, after = (
@@ -96,6 +96,12 @@ def _save_rows(path: Path, corpus: Corpus) -> str:
     tokens = np.concatenate([sample.tokens for sample in corpus.samples]).astype(np.int32)
     np.savez(path, tokens=tokens, lengths=[len(sample.tokens) for sample in corpus.samples])
     return str(path)
+
+
+def _open_to_all(making: Path) -> None:
+    """safetensors writes files that only their owner may read."""
+    for name in _weights(making):
+        (making / name).chmod((making / "config.json").stat().st_mode)
 
 
 def _merge_config(source: SourceCheckpoint, making: Path) -> dict[str, Any]:

@@ -151,10 +151,11 @@ def _range_of(values: np.ndarray) -> str:
 
 
 def recipe_list(found: dict[str, Recipe]) -> RenderableType:
-    table = Table("recipe", "model types", "scales", "corpus", "description")
+    table = Table("recipe", "model types", "support", "scales", "corpus", "description")
     for name, recipe in found.items():
         corpus = f"{recipe.corpus.samples} × {recipe.corpus.sequence_length}"
-        table.add_row(name, ", ".join(recipe.model_types) or "any other", _describe(recipe.scales.model_dump()), corpus, recipe.description)
+        types = ", ".join(recipe.model_types) or "any other"
+        table.add_row(name, types, recipe.support, _describe(recipe.scales.model_dump()), corpus, recipe.description)
     return table
 
 

@@ -67,7 +67,8 @@ def tiny_checkpoint(path: Path, config: PreTrainedConfig, *, dtype: torch.dtype 
 @contextmanager
 def _as_usage_error(what: str) -> Iterator[None]:
     try:
-        yield
+        with quiet_transformers():  # remarks on sizes that are small on purpose
+            yield
     except UsageError:
         raise
     except Exception as error:  # config and modeling classes raise their own kinds

@@ -28,16 +28,23 @@ if TYPE_CHECKING:
 @click.option("--attention-backend", help="vLLM's name of a backend, as FLASH_ATTN. Default: vLLM's choice.")
 @click.option("--tensor-parallel-size", type=click.IntRange(1), help="GPUs that vLLM spreads over. Default: 1.")
 @click.option("--timeout", type=click.FloatRange(1), help="Seconds to wait for vLLM. Default: 900.")
+@click.option("--formats", metavar="NAMES", help="Compare low-bit formats instead: default, all, or names with commas (docs/lowbit.md).")
+@click.option("--quick", is_flag=True, help="With --formats: less text, fewer needles, no problems.")
 @click.option("--trust-remote-code", is_flag=True, help="Run the Python code that the checkpoint brings.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout.")
-def compare(checkpoint: Path, variants: tuple[str, ...], as_json: bool, **options: Any) -> None:
+def compare(checkpoint: Path, variants: tuple[str, ...], formats: str | None, quick: bool, as_json: bool, **options: Any) -> None:
     """Compare CHECKPOINT's cache with the 16-bit one, scale 1.0 and random-token scales on held-out text, and say which level suffices."""
     from calibrate.cli import show
+    from calibrate.cli_formats import compare_formats
     from calibrate.evaluate.compare import CompareOptions, evidence_path, run_compare
     from calibrate.evaluate.evidence import gather
     from calibrate.evaluate.ladder import decide
 
-    chosen = CompareOptions(**{name: value for name, value in options.items() if value is not None})
+    given = {name: value for name, value in options.items() if value is not None}
+    if formats is not None or quick:
+        compare_formats(checkpoint, formats, quick, variants, given, as_json)
+        return
+    chosen = CompareOptions(**given)
     result = run_compare(checkpoint, chosen, _named(variants))
     needles = gather(checkpoint).results.get(f"niah-{chosen.engine}.json")
     ladder = decide(result, needles if needles is not None and needles.subject == result.subject else None)

@@ -22,7 +22,17 @@ ARROWS: dict[str, set[str]] = {
     "lowbit": {"model", "scales", "statistics", "kvarn"},  # formats that run in the transformers engine's cache
     "engines": {"checkpoint", "model", "scales", "statistics", "lowbit"},  # the transformers engine loads models and quantizes their cache
     "weights": {"corpus", "model", "checkpoint", "engines", "scales"},  # of engines: ending a child, reading its log
-    "evaluate": {"engines", "corpus", "model", "checkpoint", "collect", "scales", "statistics", "lowbit"},  # it makes the baselines that it compares with
+    "evaluate": {
+        "engines",
+        "corpus",
+        "model",
+        "checkpoint",
+        "collect",
+        "scales",
+        "statistics",
+        "lowbit",
+        "kvarn",
+    },  # it makes the baselines that it compares with
     "gate": {"evaluate", "engines", "checkpoint", "model", "scales", "statistics"},  # it reads what these wrote; it runs none of them
     "report": {"gate", "evaluate", "scales", "statistics"},  # their results and how those are read; it computes none
     "recipes": {"scales"},

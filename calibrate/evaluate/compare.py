@@ -92,7 +92,7 @@ def run_compare(checkpoint: Path, options: CompareOptions, extra: Mapping[str, P
     subject, calibrated = subject_of(checkpoint), checkpoint_scales(source)
     if options.engine == "vllm":
         _check_vllm(source)
-    corpus = _corpus(source, options, options.corpus())
+    corpus = held_out_corpus(source, options, options.corpus())
     if all(len(sample.tokens) < 2 for sample in corpus.samples):
         raise UsageError("nothing to score: rows need at least 2 tokens, give a greater --sequence-length or longer text")
     if corpus.digest in {run["corpus"]["digest"] for run in calibrated.provenance}:
@@ -108,7 +108,7 @@ def run_compare(checkpoint: Path, options: CompareOptions, extra: Mapping[str, P
     subjects = _look_inside(source, local, corpus, options, extra or {})
     path = evidence_path(checkpoint, options.engine)
     with _engine(source, local, options) as engine:
-        fidelities, parts = _score_all(engine, subjects.variants, corpus, path, _plan(subjects.weights, corpus, options), options)
+        fidelities, parts = score_all(engine, subjects.variants, corpus, path, score_plan(subjects.weights, corpus, options), options)
     result = CompareResult(
         subject=subject,
         model=checkpoint.resolve().name,
@@ -123,7 +123,8 @@ def run_compare(checkpoint: Path, options: CompareOptions, extra: Mapping[str, P
     return result
 
 
-def _corpus(source: SourceCheckpoint, options: CompareOptions, wanted: CorpusOptions) -> Corpus:
+def held_out_corpus(source: SourceCheckpoint, options: CompareOptions, wanted: CorpusOptions) -> Corpus:
+    """The rows of a source of text for this model."""
     tokenizer = load_tokenizer(source, trust_remote_code=options.trust_remote_code)
     return load_corpus(wanted, tokenizer, vocab_size=source.vocab_size, context_length=source.context_length)
 
@@ -134,7 +135,7 @@ def _look_inside(
     """The variants (two need statistics of random tokens), and what each does to K, V, Q and attention on the held-out text."""
     length = min(options.random_length, source.context_length or options.random_length)
     tokens = CorpusOptions(data="random", samples=options.random_samples, sequence_length=length, seed=options.seed)
-    random = collect(prepare(local.model, source, _corpus(source, options, tokens)))
+    random = collect(prepare(local.model, source, held_out_corpus(source, options, tokens)))
     variants = build_variants(source, checkpoint_scales(source), random, extra=extra)
     note(f"variants: {', '.join(each.name for each in variants)}; held-out ranges of {len(corpus.samples)} rows of {options.data}")
     observed, documents = observe_documents(prepare(local.model, source, corpus), variants)
@@ -182,10 +183,13 @@ def _check_vllm(source: SourceCheckpoint) -> None:
     check_runs_fp8(source.config, uses_cuda(vllm_distribution()))
 
 
-def _score_all(
+def score_all(
     engine: Engine, variants: Sequence[Variant], corpus: Corpus, path: Path, plan: dict[str, Any], options: CompareOptions
 ) -> tuple[tuple[Fidelity, ...], list[Path]]:
-    """Score every row with every variant, the 16-bit cache first. Returns the figures, and the files to delete once those are safe."""
+    """Score every row with every variant, the 16-bit cache first. Returns the figures, and the files to delete once those are safe.
+
+    path: where the result will be; a variant's scores are kept beside it until then. plan: of `score_plan`.
+    """
     rows = [sample.tokens for sample in corpus.samples if len(sample.tokens) > 1]
     documents = [sample.document for sample in corpus.samples if len(sample.tokens) > 1]
     files = {each.name: path.with_name(f".{path.stem}.{quote(each.name, safe='')}.safetensors") for each in variants}
@@ -215,7 +219,7 @@ def _score_all(
     return tuple(results), list(files.values())
 
 
-def _plan(weights: list[dict[str, Any]], corpus: Corpus, options: CompareOptions) -> dict[str, Any]:
+def score_plan(weights: Sequence[Mapping[str, Any]], corpus: Corpus, options: CompareOptions) -> dict[str, Any]:
     """All that fixes the scores of a variant, but for the variant."""
     versions = {name: version(name) for name in ("torch", "transformers")}
     if options.engine == "vllm":

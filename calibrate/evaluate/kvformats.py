@@ -93,6 +93,13 @@ FORMATS: dict[str, KVFormat] = {
     )
 }
 ONLY_LATENT = {"fp8_ds_mla"}
+_FP8 = {"fp8_e4m3": "fp8", "fp8_e5m2": "fp8_e5m2"}
+
+
+def served_name(name: str) -> str | None:
+    """What vLLM's `--kv-cache-dtype` calls a format of `calibrate.lowbit`; None where no released vLLM has it."""
+    known = FORMATS.get(name)
+    return _FP8.get(name) or (name if known is not None and known.note != _KVARN else None)
 
 
 def stored_in(fmt: KVFormat, layers: tuple[CachedLayer, ...], depth: int | None) -> dict[int, float] | None:

@@ -107,13 +107,15 @@ class Asked:
         )
 
 
-def run_niah(checkpoint: Path, engine: Engine, variants: Sequence[Variant], grid: NeedleGrid, *, batch: int = 1, trust: bool = False) -> NeedleResult:
-    """Ask every variant the grid's questions, greedily, and write `kv_calibration/evidence/niah-<engine>.json` into the checkpoint.
+def run_niah(
+    checkpoint: Path, engine: Engine, variants: Sequence[Variant], grid: NeedleGrid, *, batch: int = 1, trust: bool = False, kind: str = KIND
+) -> NeedleResult:
+    """Ask every variant the grid's questions, greedily, and write `kv_calibration/evidence/<kind>-<engine>.json` into the checkpoint.
 
     A run that was killed goes on where it was when it is started again with the same arguments.
 
     Args:
-        batch: prompts a call of the engine. trust: run the Python code that the checkpoint brings.
+        batch: prompts a call of the engine. trust: run the Python code that the checkpoint brings. kind: what the result is called.
 
     Raises:
         UsageError: an impossible grid, a haystack or needle file that cannot be used, or a folder that is no calibrated checkpoint.
@@ -129,7 +131,7 @@ def run_niah(checkpoint: Path, engine: Engine, variants: Sequence[Variant], grid
         return asked[number].cell(prompter.decode(tokens), plain=prompter.form == "plain")
 
     described = {"subject": subject.model_dump(), **description}
-    questions = Questionnaire(KIND, [each.request for each in asked], record, Cell, stop_ids(checkpoint, tokenizer), described)
+    questions = Questionnaire(kind, [each.request for each in asked], record, Cell, stop_ids(checkpoint, tokenizer), described)
     answers, journals = put_to_all(checkpoint, engine, variants, questions, batch)
     cells = tuple(NeedleVariant(variant=each.variant, engine=each.engine, cells=each.records) for each in answers)
     result = NeedleResult(subject=subject, model=source.path.resolve().name, grid=description, variants=cells)

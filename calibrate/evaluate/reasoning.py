@@ -102,14 +102,14 @@ def _number(text: str) -> Decimal | None:
 
 
 def run_reasoning(
-    checkpoint: Path, engine: Engine, variants: Sequence[Variant], plan: ReasoningPlan, *, batch: int = 1, trust: bool = False
+    checkpoint: Path, engine: Engine, variants: Sequence[Variant], plan: ReasoningPlan, *, batch: int = 1, trust: bool = False, kind: str = KIND
 ) -> ReasoningResult:
-    """Put the plan's problems to every variant, greedily, and write `kv_calibration/evidence/reasoning-<engine>.json` into the checkpoint.
+    """Put the plan's problems to every variant, greedily, and write `kv_calibration/evidence/<kind>-<engine>.json` into the checkpoint.
 
     A run that was killed goes on where it was when it is started again with the same arguments.
 
     Args:
-        batch: prompts a call of the engine. trust: run the Python code that the checkpoint brings.
+        batch: prompts a call of the engine. trust: run the Python code that the checkpoint brings. kind: what the result is called.
 
     Raises:
         UsageError: an empty plan, a problem file that cannot be used, a problem longer than the context, or no calibrated checkpoint.
@@ -125,7 +125,7 @@ def run_reasoning(
         return asked[number].problem(prompter.decode(tokens))
 
     described = {"subject": subject.model_dump(), **description}
-    questions = Questionnaire(KIND, [each.request for each in asked], record, Problem, stop_ids(checkpoint, tokenizer), described)
+    questions = Questionnaire(kind, [each.request for each in asked], record, Problem, stop_ids(checkpoint, tokenizer), described)
     answers, journals = put_to_all(checkpoint, engine, variants, questions, batch)
     solved = tuple(ReasoningVariant(variant=each.variant, engine=each.engine, problems=each.records) for each in answers)
     result = ReasoningResult(subject=subject, model=source.path.resolve().name, tasks=description, variants=solved)

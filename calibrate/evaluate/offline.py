@@ -1,0 +1,98 @@
+"""What formats need beforehand: the checkpoint's scales, KVarN tables, and codebooks fitted to text that nothing is scored on."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from calibrate.checkpoint.kvarn_reference import read_tables
+from calibrate.collect import collect, prepare
+from calibrate.collect.watch import observe
+from calibrate.corpus import Corpus
+from calibrate.engines.transformers_engine import TransformersEngine
+from calibrate.errors import UsageError
+from calibrate.evaluate.baselines import checkpoint_scales
+from calibrate.kvarn import KVarNTables
+from calibrate.kvarn.solve import variance_tables
+from calibrate.lowbit import Codebooks, Offline, Samples, fit_codebooks, rope_frequencies
+from calibrate.model import cache_dtype_of
+from calibrate.progress import meter, note
+from calibrate.statistics import CACHE_DTYPES
+
+CODEBOOK_BITS = 2
+_NEEDS_TABLES = ("+prescale", "+mean", "+channel")
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What was prepared, what of (for the result), and why something could not be."""
+
+    offline: Offline
+    description: dict[str, Any]
+    faults: dict[str, str]
+
+    def offline_for(self, name: str) -> Offline:
+        """What a format is given: calibrated scales are of the checkpoint's number format alone, others run at scale 1.0."""
+        scales = self.offline.scales
+        fits = scales is not None and name == f"fp8_{scales.options.number_format}"
+        return self.offline if fits else replace(self.offline, scales=None)
+
+
+def prepare_offline(engine: TransformersEngine, checkpoint: Path, names: tuple[str, ...], text: Corpus, kept: Path) -> Prepared:
+    """Prepare what the named formats need and nothing else.
+
+    Args:
+        text: what tables and codebooks are made of where the checkpoint brings none; other text than what is scored.
+        kept: file that holds the codebooks from run to run.
+    """
+    description: dict[str, Any] = {"text": {"digest": text.digest, **text.description}}
+    faults: dict[str, str] = {}
+    tables = codebooks = None
+    if any(name.endswith(_NEEDS_TABLES) for name in names):
+        tables = read_tables(checkpoint)
+        description["tables"] = "the checkpoint's" if tables is not None else "of the text above"
+        tables = tables or _tables(engine, text)
+    if "additive" in names:
+        try:
+            codebooks = _codebooks(engine, text, kept)
+            description["codebooks"] = codebooks.digest()
+        except UsageError as error:
+            faults["additive"] = str(error)
+    return Prepared(Offline(checkpoint_scales(engine.source), tables, codebooks), description, faults)
+
+
+def _tables(engine: TransformersEngine, text: Corpus) -> KVarNTables:
+    note("the checkpoint brings no KVarN tables: they are made now (calibrate with --kvarn to keep them)")
+    return variance_tables(collect(prepare(engine.model, engine.source, text, second_moments=True)))
+
+
+def _codebooks(engine: TransformersEngine, text: Corpus, kept: Path) -> Codebooks:
+    origin = {"text": text.digest, "model": engine.source.fingerprint}
+    if kept.is_file():
+        found = Codebooks.load(kept)
+        if {name: found.origin.get(name) for name in origin} == origin:
+            return found
+    note(f"fitting additive codebooks of {CODEBOOK_BITS} bits to {sum(len(sample.tokens) for sample in text.samples):,} tokens")
+    fitted = fit_codebooks(_samples(engine, text), CODEBOOK_BITS, origin=origin)
+    fitted.save(kept)
+    return fitted
+
+
+def _samples(engine: TransformersEngine, text: Corpus) -> dict[int, Samples]:
+    """K and V of every layer over the whole text, as the cache holds them."""
+    frequencies = rope_frequencies(engine.model, engine.layout)
+    cache_dtype = CACHE_DTYPES[cache_dtype_of(engine.source)].dtype
+    seen: dict[tuple[int, str], list[torch.Tensor]] = {}
+
+    def see(index: int, kind: str, values: torch.Tensor) -> None:
+        if kind != "q":
+            seen.setdefault((index, kind), []).append(values[0].to(cache_dtype).to("cpu", torch.float32).transpose(0, 1))  # [tokens, heads, dim]
+
+    with torch.inference_mode(), meter("sampling", sum(len(sample.tokens) for sample in text.samples)) as progress:
+        for sample in text.samples:
+            observe(engine.model, engine.layout, torch.from_numpy(sample.tokens.astype(np.int64))[None].to(engine.model.device), see)
+            progress.advance(len(sample.tokens))
+    positions = torch.cat([torch.arange(len(sample.tokens)) for sample in text.samples])
+    return {index: Samples(torch.cat(seen[index, "k"]), torch.cat(seen[index, "v"]), positions, each) for index, each in frequencies.items()}

@@ -1,0 +1,179 @@
+"""The comparison of formats: its parts against independent paths, resuming, what does not fit, and the command."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+
+from calibrate.cli import main
+from calibrate.engines.session import Variant
+from calibrate.engines.transformers_engine import TransformersEngine
+from calibrate.errors import UsageError
+from calibrate.evaluate import spectrum
+from calibrate.evaluate.baselines import checkpoint_scales
+from calibrate.evaluate.compare import CompareOptions, held_out_corpus
+from calibrate.evaluate.niah import NeedleGrid
+from calibrate.evaluate.pareto_plot import draw
+from calibrate.evaluate.results import load
+from calibrate.evaluate.spectrum import SpectrumOptions, evidence_path, quick, run_spectrum
+from calibrate.evaluate.spectrum_result import SpectrumResult
+from calibrate.evaluate.storage import cache_bytes, storage_errors
+from calibrate.lowbit import FORMATS, Placement, make_format
+from calibrate.model import SourceCheckpoint
+from tests.evaluate.calibrated import calibrated_copy
+from tests.tiny import tiny_checkpoint
+
+COMPARE = CompareOptions(samples=3, sequence_length=320, dtype="float32", block=96)
+OPTIONS = SpectrumOptions(
+    formats=("fp8_e4m3", "int4_per_token_head", "kivi_2bit", "gear_2bit", "kvarn_k2v2_g64+prescale", "kvarn_k2v2_g64"),
+    compare=COMPARE,
+    offline=CompareOptions(data="builtin", samples=2, sequence_length=300, dtype="float32"),
+    needles=NeedleGrid(lengths=(300,), depths=(0.5,), needles_per_cell=2),
+    reasoning=None,
+    storage_rows=1,
+)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("spectrum")
+    return calibrated_copy(tiny_checkpoint(folder / "base"), folder / "calibrated")
+
+
+@pytest.fixture(scope="module")
+def result(checkpoint) -> SpectrumResult:
+    return run_spectrum(checkpoint, OPTIONS)
+
+
+def _rows(result):
+    return {row.variant: row for row in result.rows}
+
+
+def test_every_format_has_a_row_or_a_reason(result, checkpoint):
+    rows = _rows(result)
+    assert [*rows, *result.left_out] == ["16-bit", *(name for name in OPTIONS.formats if name != "gear_2bit"), "gear_2bit"]
+    assert "no multiple" in result.left_out["gear_2bit"]  # 64 values share a scale, a head has 32
+    assert rows["16-bit"].verdict == "reference"
+    assert rows["16-bit"].fidelity.kl_mean.value == 0
+    assert rows["16-bit"].bytes_per_token == 3 * 2 * 2 * 32 * 2  # layers, heads, K and V, channels, bytes
+    assert rows["fp8_e4m3"].bytes_per_token * 2 == rows["16-bit"].bytes_per_token
+    for name, row in rows.items():
+        assert (row.needles.asked, row.reasoning) == (2, None)
+        assert name == "16-bit" or row.fidelity.kl_mean.value > 0
+    assert rows["kvarn_k2v2_g64"].fidelity.kl_mean != rows["kvarn_k2v2_g64+prescale"].fidelity.kl_mean
+    assert rows["kvarn_k2v2_g64"].served_as is None
+    assert (rows["fp8_e4m3"].served_as, rows["int4_per_token_head"].served_as) == ("fp8", "int4_per_token_head")
+    assert load(SpectrumResult, evidence_path(checkpoint)) == result
+    hidden = [path.name for path in evidence_path(checkpoint).parent.iterdir() if path.name.startswith(".")]
+    assert hidden == []
+
+
+def test_fp8_through_the_formats_is_fp8_through_the_scales(result, checkpoint):
+    """Two ways to one cache: the store of `lowbit`, and the engine's own quantizer with Q left alone."""
+    source = SourceCheckpoint.open(checkpoint)
+    engine = TransformersEngine(source, dtype="float32", device="cpu", block=96, quantize_queries=False)
+    rows = [sample.tokens for sample in held_out_corpus(source, COMPARE, COMPARE.corpus()).samples]
+    with engine.session(Variant("calibrated", checkpoint_scales(source))) as session:
+        scores = session.score(rows)
+    nll = -sum(float(each.logprob.astype(np.float64).sum()) for each in scores)
+    assert nll == pytest.approx(sum(each.nll for each in _rows(result)["fp8_e4m3"].fidelity.documents), rel=1e-12)
+
+
+def test_storage_errors_and_bytes_are_those_of_the_tensors_themselves(checkpoint):
+    engine = TransformersEngine(SourceCheckpoint.open(checkpoint), dtype="float32", device="cpu")
+    fmt = make_format("kivi_4bit")
+    config = engine.model.config
+    placement = Placement(engine.layout, fmt, torch.bfloat16, config)
+    row = np.random.default_rng(0).integers(3, 250, 320)
+    ((key, value),) = storage_errors(engine.model, engine.layout, [row], [placement])
+    with torch.inference_mode():
+        cache = engine.model(torch.from_numpy(row)[None], use_cache=True).past_key_values
+    sums = np.zeros(4)
+    for layer in cache.layers:
+        exact = layer.keys.to(torch.bfloat16).float()[..., : fmt.key_window.quantized(320), :]
+        stored = fmt.key(exact, 0, 0)
+        norms = exact.norm(dim=-1)
+        sums += [
+            float((stored - exact).square().sum()),
+            float(exact.square().sum()),
+            float(((stored.norm(dim=-1) - norms).abs() / norms).sum()),
+            norms.numel(),
+        ]
+    assert key.relative_mse == pytest.approx(sums[0] / sums[1], rel=1e-4)
+    assert key.norm_error == pytest.approx(sums[2] / sums[3], rel=1e-4)
+    assert value.relative_mse != key.relative_mse
+    tokens = 1000
+    by_hand = 0.0
+    for dim_bytes, window in ((fmt.key_bytes(32), fmt.key_window), (fmt.value_bytes(32), fmt.value_window)):
+        quantized = window.quantized(tokens)
+        by_hand += 3 * 2 * (quantized * dim_bytes + (tokens - quantized) * 64)
+    assert cache_bytes(engine.layout, placement, tokens) == pytest.approx(by_hand)
+
+
+def test_a_killed_run_goes_on_and_ends_in_the_same_bytes(result, checkpoint, monkeypatch):
+    path = evidence_path(checkpoint)
+    before = path.read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(spectrum, "run_niah", lambda *args, **options: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            run_spectrum(checkpoint, OPTIONS)
+    scored = []
+    original = TransformersEngine.session
+
+    def counting(self, variant):
+        scored.append(variant.name)
+        return original(self, variant)
+
+    monkeypatch.setattr(TransformersEngine, "session", counting)
+    run_spectrum(checkpoint, OPTIONS)
+    assert len(scored) == len(result.rows)  # for the needles alone: all scores were kept
+    assert path.read_bytes() == before
+
+
+def test_what_cannot_be_asked_is_one_line(checkpoint):
+    for changed, message in (
+        ({"formats": ("fp3",)}, "no such format"),
+        ({"formats": ("kivi_2bit", "kivi_2bit")}, "each once"),
+        ({"formats": ("gear_2bit",)}, "none of the formats"),
+        ({"compare": COMPARE.model_copy(update={"engine": "vllm"})}, "transformers engine"),
+        ({"compare": COMPARE.model_copy(update={"data": "builtin", "samples": 2, "sequence_length": 300})}, "very text"),
+    ):
+        with pytest.raises(UsageError, match=message) as caught:
+            run_spectrum(checkpoint, OPTIONS.model_copy(update=changed))
+        assert "\n" not in str(caught.value)
+
+
+def test_quick_keeps_the_formats_and_what_the_user_gave():
+    plain = SpectrumOptions()
+    short = quick(plain)
+    assert (short.formats, short.reasoning, short.compare.samples) == (plain.formats, None, 8)
+    assert quick(plain.model_copy(update={"compare": COMPARE}), frozenset({"samples"})).compare.samples == 3
+    assert set(plain.formats) <= set(FORMATS)
+
+
+def test_the_picture_is_one(result, tmp_path):
+    picture = draw(result, tmp_path / "p.png")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_command(checkpoint):
+    run = CliRunner().invoke
+    short = ["--samples", "2", "--sequence-length", "300", "--dtype", "float32", "--json"]
+    done = run(main, ["compare", str(checkpoint), "--formats", "int8_per_token_head", "--quick", *short])
+    assert done.exit_code == 2  # a needle prompt of 1,024 tokens in a context of 512
+    assert "context" in done.stderr
+    for wrong in (["--quick"], ["--formats", "fp3"], ["--formats", "kivi_2bit", "--engine", "vllm"], ["--formats", "all", "--variant", "a=b"]):
+        assert run(main, ["compare", str(checkpoint), *wrong]).exit_code == 2
+
+
+def test_command_shows_and_keeps_the_same(checkpoint, monkeypatch):
+    monkeypatch.setattr(spectrum, "quick", lambda options, keep: OPTIONS.model_copy(update={"formats": options.formats}))
+    asked = ["compare", str(checkpoint), "--formats", "int8_per_token_head,kivi_2bit", "--quick"]
+    done = CliRunner().invoke(main, [*asked, "--json"])
+    assert done.exit_code == 0, done.stderr
+    shown = json.loads(done.stdout)
+    kept = json.loads(evidence_path(checkpoint).read_text())
+    assert shown["result"] == kept
+    assert "kivi_2bit" in CliRunner().invoke(main, asked).stdout

@@ -2,7 +2,6 @@
 
 import json
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -12,6 +11,7 @@ from calibrate.model import SourceCheckpoint, load_model
 from calibrate.weights import check_convertible, convert_checkpoint
 from calibrate.weights.awq import AwqGemm
 from tests.weights import foreign
+from tests.weights.compressed import meant
 
 CASES = {
     "awq": lambda path: foreign.awq(path),
@@ -42,33 +42,6 @@ def _old_names(path):
     (path / "config.json").write_text(json.dumps(config))
 
 
-def unpacked(packed: torch.Tensor, bits: int, columns: int) -> np.ndarray:
-    """compressed-tensors' pack-quantized, one value after another: the signed code + 2^(bits-1), lowest bits first, rows padded to whole int32s."""
-    words, run = packed.numpy().view(np.uint32), 32 // bits
-    values = np.empty((words.shape[0], words.shape[1] * run), np.int64)
-    for place in range(run):
-        values[:, place::run] = (words >> np.uint32(bits * place)) & np.uint32((1 << bits) - 1)
-    return values[:, :columns] - (1 << (bits - 1))
-
-
-def meant(tensors: dict[str, torch.Tensor], module: str, weights: dict) -> torch.Tensor:
-    """The weight [out, in] that compressed-tensors' file says, computed without the library."""
-    scale = tensors[f"{module}.weight_scale"]
-    if weights["type"] == "float":
-        stored = tensors[f"{module}.weight"]
-        if weights["strategy"] == "block":
-            scale = torch.from_numpy(np.kron(scale.numpy(), np.ones(weights["block_structure"], np.float32)))
-        return stored.to(scale.dtype) * scale
-    rows, columns = tensors[f"{module}.weight_shape"].tolist()
-    codes = unpacked(tensors[f"{module}.weight_packed"], weights["num_bits"], columns)
-    size = weights["group_size"] if weights["strategy"] == "group" else columns
-    group = tensors[f"{module}.weight_g_idx"].numpy() if weights["actorder"] == "group" else np.arange(columns) // size
-    zeros = np.zeros((rows, columns // size), np.int64)
-    if not weights["symmetric"]:
-        zeros = unpacked(tensors[f"{module}.weight_zero_point"].T.contiguous(), weights["num_bits"], rows).T
-    return torch.from_numpy(codes - zeros[:, group]).to(scale.dtype) * scale[:, torch.from_numpy(group).long()]
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_every_weight_is_the_one_that_the_codes_mean(case, tmp_path):
     path = tmp_path / "foreign"
@@ -81,7 +54,7 @@ def test_every_weight_is_the_one_that_the_codes_mean(case, tmp_path):
     assert set(config["ignore"]) == {"lm_head", "model.embed_tokens"}
     tensors = load_file(converted.path / "model.safetensors")
     for module, weight in known.weights.items():
-        found = meant(tensors, module, group["weights"])
+        found = meant(tensors, module, group)
         assert found.dtype == weight.dtype
         assert torch.equal(found, weight), module
     before = load_file(path / "model.safetensors")

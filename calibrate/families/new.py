@@ -11,13 +11,17 @@ from transformers import AutoConfig, PreTrainedConfig
 from calibrate.errors import UsageError
 from calibrate.families.shrink import tiny_fields
 from calibrate.families.tiny import tiny_config, tiny_model
-from calibrate.model import CacheLayout, probe_layout
+from calibrate.model import probe_layout
 from calibrate.model.support import unsupported
 from calibrate.recipes import CorpusChoice
 
 _TOKENS = CorpusChoice().samples * CorpusChoice().sequence_length
 _LEAST_SAMPLES = 32  # rows are documents or pieces of them: few rows are few documents
 _WIDTH = 150
+_SKIP = (
+    "# Layers that vLLM can keep in 16 bits: these hold no more than their window, so FP8 saves little there.",
+    "# skip_layers: [sliding_window]",
+)
 
 
 @dataclass(frozen=True)
@@ -54,28 +58,21 @@ def new_recipe(family: str, config: PreTrainedConfig, origin: str) -> NewRecipe:
     """
     kind = config.model_type
     fields = _plain(tiny_fields(config.to_dict(), type(config)().to_dict()))
-    layout, fault = _probe(kind, fields)
-    text = config.get_text_config(decoder=True)
+    everywhere, fault = _probe(kind, fields)
+    text = config.get_text_config(decoder=True).to_dict()
     refusal = unsupported(config.to_dict())
     window = _window(text)
     parts = [
-        f"# {family}, from the config of {origin}.",
+        f"# {' '.join(family.split())}, from the config of {origin}.",
         f"# kv-calibrate run {origin if '/' in origin else 'MODEL'} --data chats.jsonl",
         f"family: {json.dumps(family)}",
-        f"description: {json.dumps(_describe(text, layout))}",
+        f"description: {json.dumps(_describe(text, everywhere))}",
         f"model_types: [{kind}]",
         *(["support: collect-only", f"reason: {json.dumps(refusal)}"] if refusal else []),
         *_corpus(window),
         "# The default; a value that differs deserves a comment that says why.",
         "# scales: {policy: mse, granularity: tensor, margin: 2.0}",
-        *(
-            [
-                "# Layers that vLLM can keep in 16 bits: these keep no more than their window, so FP8 saves little there.",
-                "# skip_layers: [sliding_window]",
-            ]
-            if window
-            else []
-        ),
+        *(_SKIP if window else ()),
         "# engine_notes:",
         '#   - "What whoever serves the model should know."',
         "# traps:",
@@ -88,43 +85,33 @@ def new_recipe(family: str, config: PreTrainedConfig, origin: str) -> NewRecipe:
     return NewRecipe("\n".join(parts) + "\n", fault)
 
 
-def _probe(kind: str, fields: dict[str, Any]) -> tuple[CacheLayout | None, str]:
+def _probe(kind: str, fields: dict[str, Any]) -> tuple[bool, str]:
+    """Whether every layer of the tiny model has attention, and why it cannot be built or observed."""
     try:
-        return probe_layout(tiny_model(tiny_config(kind, fields))), ""
+        model = tiny_model(tiny_config(kind, fields))
+        return len(probe_layout(model).layers) == model.config.get_text_config(decoder=True).num_hidden_layers, ""
     except UsageError as error:
-        return None, str(error)
+        return True, str(error)
 
 
-def _describe(text: PreTrainedConfig, layout: CacheLayout | None) -> str:
-    heads = getattr(text, "num_attention_heads", None)
-    kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    size = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else None)
-    said = [f"{text.num_hidden_layers} layers"] if getattr(text, "num_hidden_layers", None) else []
-    said += [f"{heads} query and {kv_heads} KV heads of {size}"] if heads else []
-    if _window(text):
-        said.append(f"windows of {_window(text)} tokens")
-    if getattr(text, "num_kv_shared_layers", None):
-        said.append(f"{text.num_kv_shared_layers} layers read another's cache")
-    tiny = len(getattr(layout, "layers", ()))
-    if layout is not None and tiny < (_tiny_layers(text, layout) or tiny):
-        said.append("not every layer has attention")
-    return f"{', '.join(said) or text.model_type}."
+def _describe(text: dict[str, Any], everywhere: bool) -> str:
+    heads, layers = text.get("num_attention_heads"), text.get("num_hidden_layers")
+    said = [f"{layers} layers"] if layers else []
+    if heads and text.get("hidden_size"):
+        size = text.get("head_dim") or text["hidden_size"] // heads
+        said.append(f"{heads} query and {text.get('num_key_value_heads') or heads} KV heads of {size}")
+    said += [f"windows of {_window(text)} tokens"] if _window(text) else []
+    said += [f"{text['num_kv_shared_layers']} layers read another's cache"] if text.get("num_kv_shared_layers") else []
+    said += [] if everywhere else ["not every layer has attention"]
+    return f"{', '.join(said) or text['model_type']}."
 
 
-def _tiny_layers(text: PreTrainedConfig, layout: CacheLayout) -> int:
-    kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or []
-    plain = {"full_attention", "sliding_attention", "chunked_attention"}
-    return len(layout.layers) + 1 if any(kind not in plain for kind in kinds) else len(layout.layers)
-
-
-def _window(text: PreTrainedConfig) -> int:
+def _window(text: dict[str, Any]) -> int:
     """Tokens that the sliding-window layers keep, 0 where there are none."""
-    kinds = getattr(text, "layer_types", None)
-    if kinds and not any("sliding" in str(kind) or "chunked" in str(kind) for kind in kinds):
+    kinds = text.get("layer_types")
+    if text.get("use_sliding_window") is False or (kinds and not any("sliding" in kind or "chunked" in kind for kind in kinds)):
         return 0
-    if getattr(text, "use_sliding_window", True) is False:
-        return 0
-    found = (getattr(text, name, None) for name in ("sliding_window", "attention_chunk_size", "attention_window_size"))
+    found = (text.get(name) for name in ("sliding_window", "attention_chunk_size", "attention_window_size"))
     return next((value for value in found if isinstance(value, int) and value > 0), 0)
 
 

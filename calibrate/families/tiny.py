@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from calibrate.errors import UsageError
 from calibrate.families.shrink import VOCAB
@@ -31,7 +31,7 @@ def tiny_model(config: PreTrainedConfig, *, dtype: torch.dtype = torch.float32, 
     Raises:
         UsageError: transformers cannot build it, or it is not tiny.
     """
-    auto = AutoModelForCausalLM if config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else AutoModelForImageTextToText
+    auto = AutoModelForImageTextToText if config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES else AutoModelForCausalLM
     with _as_usage_error(f"tiny {config.model_type}: transformers cannot build it"), torch.device("meta"):
         size = sum(parameter.numel() for parameter in auto.from_config(config).parameters())
     if size > _MOST_PARAMETERS:

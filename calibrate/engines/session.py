@@ -27,6 +27,10 @@ class Variant:
     scales: Scales | None
     store: LowBitFormat | None = None
 
+    def __post_init__(self) -> None:
+        if self.scales is not None and self.store is not None:
+            raise ValueError(f"variant {self.name} has FP8 scales and the format {self.store.name}: a cache is one or the other")
+
     def digest(self) -> str | None:
         """What tells its cache from another of the same name: None for the 16-bit cache."""
         if self.store is not None:

@@ -2,16 +2,20 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 
 from calibrate.engines import session as sessions
 from calibrate.engines.quantized_cache import CacheQuantizer, QuantizedCache
 from calibrate.engines.transformers_engine import TransformersEngine
+from calibrate.engines.vllm_engine import VllmEngine
 from calibrate.errors import UsageError
-from calibrate.lowbit import FORMATS, LowBitCache, Placement, make_format
+from calibrate.lowbit import FORMATS, LowBitCache, Offline, Placement, make_format
 from calibrate.lowbit.base import LowBitFormat, Window
 from calibrate.model import SourceCheckpoint, probe_layout
+from calibrate.scales import FORMATS as SCALE_FORMATS
+from calibrate.scales import LayerScales, PolicyOptions, Scales
 from tests.tiny import FAMILIES, VOCAB, tiny_checkpoint, tiny_model
 
 READY = [name for name in FORMATS if "+" not in name and name != "additive"]
@@ -279,6 +283,38 @@ def test_prefix_reuse_changes_nothing(engine, name):
         with engine.session(variant(name)) as session:
             alone += session.generate([prompt], 12, [])
     assert together == alone
+
+
+def test_vllm_refuses_a_format_before_it_starts(engine, tmp_path):
+    def overlay(variant, folder):
+        raise AssertionError("nothing is written")
+
+    other = VllmEngine(engine.source, folder=tmp_path, overlay=overlay)
+    with pytest.raises(UsageError, match="kivi_2bit runs in the transformers engine alone"), other.session(variant("kivi_2bit")):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_cache_is_fp8_by_scales_or_low_bit(engine):
+    layers = tuple(LayerScales(layer.index, layer.module, *(np.ones((3, 1), dtype=np.float32))) for layer in engine.layout.layers)
+    scales = Scales(layers, PolicyOptions(), engine.layout.as_dict(), "none", {"tokens": 0, "documents": 0, "samples": 0}, ())
+    with pytest.raises(ValueError, match="one or the other"):
+        sessions.Variant("both", scales, make_format("kivi_2bit"))
+    key, value = states(10)
+    for layer in scales.layers:
+        layer.k[:] = 0.25
+    fmt = make_format("fp8_e4m3", Offline(scales=scales))
+    assert fmt.digest == scales.digest()
+    assert torch.equal(fmt.key(key, 1, 0), SCALE_FORMATS["e4m3"].round_trip(key / 0.25) * 0.25)
+    assert torch.equal(fmt.value(value, 1, 0), SCALE_FORMATS["e4m3"].round_trip(value))
+    with pytest.raises(UsageError, match="solved for e4m3"):
+        make_format("fp8_e5m2", Offline(scales=scales))
+    foreign = Scales(scales.layers[:2], *(getattr(scales, name) for name in ("options", "layout", "statistics_digest", "counted", "provenance")))
+    with (
+        pytest.raises(UsageError, match="of another model"),
+        engine.session(sessions.Variant("foreign", None, make_format("fp8_e4m3", Offline(scales=foreign)))),
+    ):
+        pass
 
 
 def test_variants_are_told_apart():

@@ -88,10 +88,10 @@ def test_commands_run(command, place, monkeypatch):
     """Exit 0, or 1 where a gate says no to a random model; shorter than shown where a page's numbers mean hours."""
     monkeypatch.chdir(place)
     words = shlex.split(_substituted(command))[1:]
-    small = {"collect": ["--samples", "4", "--sequence-length", "64"], "compare": ["--samples", "2", "--sequence-length", "64"]}
+    small = {"collect": ["--samples", "4", "--sequence-length", "160"], "compare": ["--samples", "2", "--sequence-length", "64"]}
     small["niah"] = ["--lengths", "400", "--depths", "0.5", "--needles", "1"]
     small["reason"] = ["--problems", "1", "--tasks", "arithmetic", "--levels", "1"]
-    forced = ["--force"] if words[0] in ("collect", "solve", "write") else []
+    forced = ["--force"] if words[0] in ("collect", "solve", "write", "kvarn") else []
     if words[0] == "write":
         words = [word if word != "calibrated" else "written" for word in words]
     result = CliRunner().invoke(main, [*words, *small.get(words[0], []), *forced])

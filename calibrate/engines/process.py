@@ -18,7 +18,8 @@ _ERROR = re.compile(r"(?:^|\]\s|\s)((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exceptio
 _ECHO = re.compile(r"Engine core initialization failed|EngineCore encountered|cancelled|WorkerProc initialization failed")
 _HEADLINE = re.compile(r"\d+ validation errors? for ")
 _DEATH = re.compile(r"Worker proc \S+ died unexpectedly \(exit code: (-?\d+)\)|Fatal Python error: (.+)$")
-_NO_KERNEL = re.compile(r"Failed to find a kernel that can implement the (\S+) linear layer")
+# No kernel for a kind of weights; or a CPU build that names an operation without having it.
+_NO_KERNEL = re.compile(r"Failed to find a kernel that can implement the (\S+) linear layer|_C::(\w+)\(\) expected at most 0 argument")
 _GRACE_SECONDS = 5
 
 
@@ -104,7 +105,7 @@ def failure(code: int, log: Path) -> EngineRefused | HostError:
         return HostError(f"vLLM used an instruction that this CPU does not have; its log: {log}")
     if lacking := _NO_KERNEL.search(text):
         return HostError(
-            f"vLLM has no kernel on this host for the checkpoint's {lacking[1]} weights: verify it on a CUDA host that has one; its log: {log}"
+            f"vLLM has no kernel on this host for the checkpoint's weights ({lacking[1] or lacking[2]}): verify it on a GPU host; its log: {log}"
         )
     return EngineRefused(f"vLLM failed: {decisive_line(text) or f'exit code {code}'}; its log: {log}")
 

@@ -32,10 +32,15 @@ def find_python() -> Path:
         if not os.access(own, os.X_OK):
             raise HostError(f"{SETTING}={own} is no program that can be run: give the Python of an environment with llmcompressor")
         return Path(own)
-    for root in (Path.cwd(), Path(calibrate.__file__).resolve().parents[1]):
+    for root in _roots():
         if (root / ".venv-llmcompressor/.ready").is_file():
             return root / ".venv-llmcompressor/bin/python"
     raise HostError(f"weights are quantized by llmcompressor, which needs an environment of its own: `make llmcompressor` makes it, or set {SETTING}")
+
+
+def _roots() -> tuple[Path, ...]:
+    """Where `make` may have put the environment: where the user is, and the project itself where it is installed from its sources."""
+    return Path.cwd(), Path(calibrate.__file__).resolve().parents[1]
 
 
 def run_llmcompressor(job: dict[str, Any], subject: Path) -> dict[str, Any]:

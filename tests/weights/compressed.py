@@ -41,7 +41,12 @@ SCHEMES: dict[str, dict[str, dict]] = {
 
 def compressed(path: Path, name: str, *, scales: torch.dtype = torch.bfloat16) -> Path:
     """The tiny llama in bf16 by one of SCHEMES; scales (of integer and FP8 weights) in this type."""
-    tensors = load_file(tiny_checkpoint(path, "llama", **SHAPE) / "model.safetensors")
+    return compress(tiny_checkpoint(path, "llama", **SHAPE), path, name, scales=scales)
+
+
+def compress(source: Path, target: Path, name: str, *, scales: torch.dtype = torch.bfloat16) -> Path:
+    """A dense tiny llama by one of SCHEMES."""
+    tensors = load_file(source / "model.safetensors")
     groups = {f"group_{number}": QuantizationScheme(targets=[target], **scheme) for number, (target, scheme) in enumerate(SCHEMES[name].items())}
     for number, module in enumerate(linears(tensors)):
         scheme = scheme_of(module, groups)
@@ -51,7 +56,7 @@ def compressed(path: Path, name: str, *, scales: torch.dtype = torch.bfloat16) -
     whole = QuantizationConfig(
         config_groups=groups, ignore=["lm_head"], format="mixed-precision" if len(groups) > 1 else scheme.format, quantization_status="compressed"
     )
-    return rewrite(path, path, tensors, quantization_config=whole.model_dump(mode="json"))
+    return rewrite(source, target, tensors, quantization_config=whole.model_dump(mode="json"))
 
 
 def scheme_of(module: str, groups: dict[str, QuantizationScheme]) -> QuantizationScheme:

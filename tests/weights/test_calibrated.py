@@ -122,9 +122,7 @@ def test_vllm_reads_the_scales_back_beside_quantized_weights(written):
     readbacks = dict(zip(names, load_scales([written[name][1].path for name in names]), strict=True))
     loaded = {name for name, one in readbacks.items() if one.ok}
     assert all(len(readbacks[name].rows) == 9 for name in loaded)
-    on_cuda = torch.cuda.is_available()
-    assert loaded >= {"fp8-dynamic", "fp8-static", "w8a8", "w4a16", "w4a16-asymmetric", "w4a16-channel", "mixed"}
+    assert loaded >= {"fp8-dynamic", "w8a8", "w4a16", "w4a16-asymmetric", "w4a16-channel", "mixed"}
     assert "activation ordering" in readbacks["w4a16-ordered"].error
-    for name in {"w8a16", "nvfp4"} - loaded:
-        assert not on_cuda
-        assert "Failed to find a kernel" in readbacks[name].error
+    for name, said in {"w8a16": "find a kernel", "nvfp4": "find a kernel", "fp8-static": "static_scaled_fp8_quant"}.items():
+        assert readbacks[name].ok or (not torch.cuda.is_available() and said in readbacks[name].error), name

@@ -24,13 +24,18 @@ class Balance:
     imbalance: torch.Tensor
 
 
+def deviation(tile: torch.Tensor, axis: int) -> torch.Tensor:
+    """Unbiased standard deviation along `axis`, which is kept. Two passes: faster than torch's own on a CPU, and as exact."""
+    return torch.linalg.vector_norm(tile - tile.mean(dim=axis, keepdim=True), dim=axis, keepdim=True) / (tile.shape[axis] - 1) ** 0.5
+
+
 def imbalance(tile: torch.Tensor) -> torch.Tensor:
     """Largest over smallest standard deviation of the columns plus the same of the rows, of [..., rows, columns]: [...]."""
-    total = torch.zeros(tile.shape[:-2], dtype=tile.dtype, device=tile.device)
-    for axis in (-2, -1):
-        std = tile.std(dim=axis)
-        total = total + std.amax(dim=-1) / std.amin(dim=-1).clamp_min(1e-8)
-    return total
+    return _imbalance(deviation(tile, -2), deviation(tile, -1))
+
+
+def _imbalance(*deviations: torch.Tensor) -> torch.Tensor:
+    return sum(each.amax(dim=(-2, -1)) / each.amin(dim=(-2, -1)).clamp_min(1e-8) for each in deviations)
 
 
 def varn(tile: torch.Tensor, iterations: int = ITERATIONS) -> Balance:
@@ -38,17 +43,20 @@ def varn(tile: torch.Tensor, iterations: int = ITERATIONS) -> Balance:
 
     Standard deviations are unbiased. The arithmetic is of the tile's type: float32 in use.
     """
-    logs = {-2: tile.new_zeros(*tile.shape[:-2], 1, tile.shape[-1]), -1: tile.new_zeros(*tile.shape[:-1], 1)}
-    best = {axis: log.clone() for axis, log in logs.items()}
-    least = tile.new_full(tile.shape[:-2], torch.inf)
-    current = tile
+    columns, rows = tile.new_zeros(*tile.shape[:-2], 1, tile.shape[-1]), tile.new_zeros(*tile.shape[:-1], 1)  # logarithms
+    best, least = (columns, rows), tile.new_full(tile.shape[:-2], torch.inf)
+    of_columns = deviation(tile, -2)
     for _ in range(iterations):
-        for axis, log in logs.items():  # along −2 lie a column's values, along −1 a row's
-            spread = current.std(dim=axis, keepdim=True).clamp(*STD_RANGE)
-            logs[axis] = (log + spread.log()).clamp(*LOG_RANGE)
-            current = tile / logs[-2].exp() / logs[-1].exp()
-        found = imbalance(current)
+        columns = _stepped(columns, of_columns)
+        rows = _stepped(rows, deviation(tile / columns.exp() / rows.exp(), -1))
+        current = tile / columns.exp() / rows.exp()
+        of_columns = deviation(current, -2)
+        found = _imbalance(of_columns, deviation(current, -1))
         better = (found < least)[..., None, None]
-        best = {axis: torch.where(better, logs[axis], best[axis]) for axis in logs}
+        best = (torch.where(better, columns, best[0]), torch.where(better, rows, best[1]))
         least = torch.minimum(found, least)
-    return Balance(best[-2].exp(), best[-1].exp(), least)
+    return Balance(best[0].exp(), best[1].exp(), least)
+
+
+def _stepped(logs: torch.Tensor, deviations: torch.Tensor) -> torch.Tensor:
+    return (logs + deviations.clamp(*STD_RANGE).log()).clamp(*LOG_RANGE)

@@ -41,7 +41,7 @@ class Recipe(BaseModel):
     description: str
     model_types: tuple[str, ...] = Field(description="`model_type` values of config.json that this recipe is for")
     support: Literal["vllm", "collect-only", "refused"] = Field(
-        "vllm", description="collect-only: statistics can be collected, vLLM loads no scales; refused: nothing to calibrate"
+        "vllm", description="collect-only: statistics are collected, vLLM loads no scales; refused: nothing that could be observed would be right"
     )
     reason: str | None = Field(None, min_length=1, description="why vLLM cannot serve it with scales; needed unless support is vllm")
     corpus: CorpusChoice = CorpusChoice()
@@ -49,14 +49,16 @@ class Recipe(BaseModel):
     skip_layers: tuple[int | Literal["sliding_window"], ...] = Field((), description="layers that are proposed for a cache in 16 bits")
     engine_notes: tuple[str, ...] = ()
     traps: tuple[Trap, ...] = ()
+    needs: dict[str, str] = Field({}, description="model type → Python module without which vLLM cannot import its class")
     tiny: dict[str, dict[str, Any]] = Field({}, description="model type → config fields of a tiny random model, for `recipes check`")
 
     @model_validator(mode="after")
     def _complete(self) -> "Recipe":
         if (self.support == "vllm") != (self.reason is None):
             raise ValueError("`reason` goes with support: collect-only or refused, and only with those")
-        if self.tiny.keys() - set(self.model_types):
-            raise ValueError(f"tiny has {min(self.tiny.keys() - set(self.model_types))}, which is not among model_types")
+        for field in ("needs", "tiny"):
+            if unknown := getattr(self, field).keys() - set(self.model_types):
+                raise ValueError(f"{field} has {min(unknown)}, which is not among model_types")
         return self
 
 

@@ -1,5 +1,6 @@
 """`recipes check`: the whole job on a tiny model of each family, loaded in real vLLM, every scale compared."""
 
+import importlib.util
 import tempfile
 import textwrap
 import time
@@ -33,8 +34,8 @@ class Row:
     """What became of one model type at one granularity.
 
     Attributes:
-        outcome: "loads" (vLLM holds every scale, exactly), "refused" (the recipe says no, the tool refuses it, and vLLM was seen not to hold the
-            scales), or "failed".
+        outcome: "loads" (vLLM holds every scale, exactly), "refused" (the recipe says no, the tool refuses it, and vLLM, where it was asked, was
+            seen not to hold the scales), "not checked" (vLLM cannot import the family's class on this host), or "failed".
         scales: scale tensors compared and found equal.
         reason: why not, "" where it loads.
     """
@@ -118,8 +119,12 @@ def _calibrate(recipe: Recipe, kind: str, granularities: Sequence[str], folder: 
 
     def rows(outcome: str, reason: str) -> list[Row | _Job]:
         seconds = round((time.monotonic() - started) / len(granularities), 2)
+        reason = reason.replace(str(folder / "source"), f"tiny {kind}")  # the folder is gone when this is read
         return [Row(recipe.family, kind, granularity, outcome, 0, reason, seconds) for granularity in granularities]
 
+    missing = recipe.needs.get(kind)
+    if missing and importlib.util.find_spec(missing) is None:
+        return rows("not checked", f"vLLM's class imports {missing}, which is not installed here")
     try:
         source = SourceCheckpoint.open(tiny_checkpoint(folder / "source", tiny_config(kind, recipe.tiny[kind])))
         statistics = _collect(recipe, source)
@@ -146,6 +151,8 @@ def _collect(recipe: Recipe, source: SourceCheckpoint) -> Statistics:
         raise CheckFailed(f"the recipe says that vLLM loads the scales, but the tool refuses: {refusal}")
     if recipe.support == "collect-only" and str(recipe.reason) not in refusal:
         raise CheckFailed(f"the recipe says collect-only, but the tool {'refuses for another reason: ' + refusal if refusal else 'refuses nothing'}")
+    if recipe.support == "refused" and refusal:
+        raise UsageError(refusal)
     options = JobOptions(data="builtin", samples=_ROWS, sequence_length=_TOKENS, dtype="float32", device="cpu")
     statistics = collect_statistics(source, options, recipe, state=None)
     if recipe.support == "refused":
@@ -157,7 +164,7 @@ def _refusal(source: SourceCheckpoint) -> str:
     try:
         source.check_can_carry_scales()
     except UsageError as error:
-        return str(error)
+        return str(error).removeprefix(f"{source.path}: ")
     return ""
 
 

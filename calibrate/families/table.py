@@ -10,7 +10,7 @@ from calibrate.errors import UsageError
 from calibrate.families.check import GRANULARITIES, Row
 
 BEGIN, END = "<!-- families: begin, written by `make families` -->", "<!-- families: end -->"
-_SAYS = {"loads": "yes", "refused": "no", "failed": "**failed**"}
+_SAYS = {"loads": "yes", "refused": "no", "not checked": "not checked", "failed": "**failed**"}
 
 
 def markdown(rows: Sequence[Row]) -> str:

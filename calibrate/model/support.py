@@ -14,11 +14,12 @@ WITHOUT_QUANT_CONFIG: dict[str, tuple[str, ...]] = {
     "step3_text": ("Step3TextForCausalLM",),
     "zamba2": ("Zamba2ForCausalLM",),
 }
-# They name a latent rank, but vLLM serves them with its plain attention and caches whole keys and values, as transformers does.
+# vLLM serves their latent attention by its plain one, with a cache of whole keys and values.
 _WHOLE_KEYS = {"minicpm3"}
 
 NO_QUANT_CONFIG_REASON = "vLLM builds its attention without a quantization config, so there is nothing that KV scales could be loaded into"
 LATENT_REASON = "uses multi-head latent attention, for which vLLM's own model code loads no scales from any tensor name"
+OTHER_CACHE_REASON = "is cached as a latent by transformers and as whole keys and values by vLLM: what can be observed is not what would be scaled"
 
 
 def is_latent(config: dict[str, Any]) -> bool:
@@ -35,4 +36,6 @@ def unsupported(config: dict[str, Any]) -> str:
     for model_type, architectures in WITHOUT_QUANT_CONFIG.items():
         if model_type in types or named.intersection(architectures):
             return f"{model_type}: {NO_QUANT_CONFIG_REASON}"
+    if text.get("model_type") in _WHOLE_KEYS:
+        return f"{text['model_type']} {OTHER_CACHE_REASON}"
     return f"{types[0] or types[1]} {LATENT_REASON}" if is_latent(config) else ""

@@ -46,7 +46,6 @@ TEXT = {
     "glm4": "model.layers.1.self_attn.k_scale",
     "stablelm": "model.layers.1.self_attn.k_scale",
     "starcoder2": "model.layers.1.self_attn.k_scale",
-    "minicpm3": "model.layers.1.self_attn.k_scale",
 }
 PER_HEAD = (
     "llama",

@@ -16,11 +16,11 @@ from calibrate.families.new import model_config, new_recipe
 from calibrate.model.support import NO_QUANT_CONFIG_REASON
 from calibrate.recipes import Recipe, all_recipes, load_recipe
 
-# A model type for each way in which names, heads or layers differ: plain; a fused projection; a module that is itself called attn; Falcon's own
-# name and one KV head; vLLM's transformers backend; layers that read another's cache, head sizes of their own; attention in some layers only, under
-# two more names; sinks and experts.
-SAMPLE = ("llama", "phi3", "gpt2", "falcon", "gpt_neox", "gemma4_text", "qwen3_next", "nemotron_h", "gpt_oss")
-REFUSED = ("jamba", "deepseek_v3", "mamba")
+# A model type for each way in which names, heads or layers differ: plain; a module that is itself called attn; Falcon's own name and one KV head;
+# vLLM's transformers backend; layers that read another's cache, head sizes of their own; attention in some layers only.
+# tests/engines/test_architectures.py looks at more names, `make families` at all.
+SAMPLE = ("llama", "gpt2", "falcon", "gpt_neox", "gemma4_text", "nemotron_h")
+REFUSED = ("jamba", "deepseek_v3", "minicpm3", "mamba")
 UNSEEN = ("cwm", "jais2", "vaultgemma")  # `recipes new` meets these for the first time
 
 
@@ -48,6 +48,8 @@ def rows(tmp_path_factory):
     recipes += [
         recipe("spoiled", "llama"),
         recipe("out-of-date", "llama", support="collect-only", reason=NO_QUANT_CONFIG_REASON),
+        recipe("whole-keys", "minicpm3", support="vllm", reason=None),
+        recipe("elsewhere", "llama", needs={"llama": "no_such_module"}),
         recipe("hopeful", "jamba", support="vllm", reason=None),
         recipe("other-reason", "jamba", reason="the moon is full"),
         recipe("not-refused", "llama", support="refused", reason="the moon is full"),
@@ -65,7 +67,8 @@ def rows(tmp_path_factory):
             return tensors
 
         patch.setattr(check, "_write", spoiling)
-        patch.setattr(check, "_refusal", lambda source: NO_QUANT_CONFIG_REASON if "out-of-date" in str(source.path) else refusal(source))
+        told = {"out-of-date": NO_QUANT_CONFIG_REASON, "whole-keys": ""}
+        patch.setattr(check, "_refusal", lambda source: told.get(source.path.parent.name.rpartition("-")[0], refusal(source)))
         found = check_recipes(recipes)
     assert [(row.family, row.granularity) for row in found] == [(one.family, each) for one in recipes for each in GRANULARITIES]
     return {one.family: {row.granularity: row for row in found if row.family == one.family} for one in recipes}
@@ -117,6 +120,20 @@ def test_every_way_to_be_wrong_fails_and_says_why(rows, family, reason):
         assert (row.outcome, row.ok) == ("failed", False)
         assert reason in row.reason.replace(" (rank 0)", "")
         assert "\n" not in row.reason
+
+
+@pytest.mark.vllm
+def test_a_cache_that_vllm_lays_out_otherwise_is_seen_per_head(rows):
+    """Why minicpm3 is refused: per tensor vLLM takes the scales of the latent, for keys and values that nobody observed."""
+    assert rows["whole-keys"]["tensor"].outcome == "loads"
+    assert "file holds 1 KV heads, vLLM has 4" in rows["whole-keys"]["head"].reason
+
+
+@pytest.mark.vllm
+def test_a_class_that_cannot_be_imported_here_is_not_checked_and_says_so(rows):
+    for row in rows["elsewhere"].values():
+        assert (row.outcome, row.ok, row.scales) == ("not checked", True, 0)
+        assert row.reason == "vLLM's class imports no_such_module, which is not installed here"
 
 
 def test_a_child_that_dies_of_one_model_costs_only_that_model(monkeypatch, tmp_path):

@@ -33,9 +33,11 @@ def tiny_model(family: str, *, dtype: torch.dtype = torch.float32, seed: int = 0
     return tiny.tiny_model(tiny_config(family, **changes), dtype=dtype, seed=seed)
 
 
-def tiny_checkpoint(path: Path, family: str = "llama", *, dtype: torch.dtype = torch.bfloat16, shard: str | None = None, **changes) -> Path:
+def tiny_checkpoint(
+    path: Path, family: str = "llama", *, dtype: torch.dtype = torch.bfloat16, shard: str | None = None, seed: int = 0, **changes
+) -> Path:
     """Save a tiny model with its tokenizer; `shard` is the shard size (as "100KB") where several files are wanted."""
-    return tiny.tiny_checkpoint(path, tiny_config(family, **changes), dtype=dtype, shard=shard)
+    return tiny.tiny_checkpoint(path, tiny_config(family, **changes), dtype=dtype, shard=shard, seed=seed)
 
 
 def edit_config(path: Path, **changes) -> None:

@@ -245,12 +245,11 @@ def test_scales_of_another_kind_are_refused(form, options, reason, llama, llama_
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("form", FORMATS)
-def test_latent_attention_is_refused(form, llama, llama_scales, tmp_path):
+def test_latent_attention_is_refused_where_no_reader_takes_its_scales(llama, llama_scales, tmp_path):
     layers = [layer | {"latent": layer["index"] == 1} for layer in llama_scales.layout["layers"]]
     scales = dataclasses.replace(llama_scales, layout=llama_scales.layout | {"layers": layers})
     with pytest.raises(UsageError, match="layer 1 caches a compressed latent"):
-        export(llama, form, tmp_path / "out", scales=scales)
+        export(llama, "sglang-json", tmp_path / "out", scales=scales)
 
 
 def test_attention_that_readers_of_modelopt_do_not_know_is_refused(tmp_path):

@@ -90,7 +90,7 @@ class Exporter(Protocol):
 
 
 def check_scalar_e4m3(given: Given, form: str) -> None:
-    """Raise UsageError for scales that a form of one E4M3 scale a layer cannot hold."""
+    """Raise UsageError for scales that a form of one E4M3 scale a layer cannot hold; multi-head latent attention is the form's own matter."""
     options = given.scales.options
     if options.granularity != "tensor":
         raise UsageError(f"{form} holds one scale a layer, these are per KV head: solve them with --granularity tensor")
@@ -98,6 +98,8 @@ def check_scalar_e4m3(given: Given, form: str) -> None:
         raise UsageError(f"{form} means E4M3 scales, which engines convert for MI300 themselves, not e4m3fnuz: solve them with --format e4m3")
     if options.number_format != "e4m3":
         raise UsageError(f"{form} means E4M3, these scales are for {options.number_format}: solve them with --format e4m3")
-    latent = [layer["index"] for layer in given.scales.layout["layers"] if layer["latent"]]
-    if latent:
-        raise UsageError(f"layer {latent[0]} caches a compressed latent (MLA), for which no reader of {form} takes scales")
+
+
+def latent_layers(given: Given) -> list[int]:
+    """Indices of the layers that cache a compressed latent."""
+    return [layer["index"] for layer in given.scales.layout["layers"] if layer["latent"]]

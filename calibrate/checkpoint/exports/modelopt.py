@@ -13,7 +13,7 @@ import torch
 
 import calibrate
 from calibrate.checkpoint.card import Use
-from calibrate.checkpoint.exports.base import Exported, ExportOptions, Given, check_scalar_e4m3
+from calibrate.checkpoint.exports.base import Exported, ExportOptions, Given, check_scalar_e4m3, latent_layers
 from calibrate.checkpoint.names import tensor_prefixes
 from calibrate.checkpoint.place import check_target
 from calibrate.checkpoint.write import Form, write_form
@@ -25,6 +25,10 @@ from calibrate.scales import Scales
 _NAME = "modelopt"
 # What vLLM maps `<module>.k_proj.k_scale` for; under other names it drops the scale with a line in its log, and runs at 1.0.
 _MAPPED = re.compile(r"\.(self_attn|mixer)$")
+_LATENT = (
+    "multi-head latent attention: serve it with --model-impl transformers; vLLM's own model code drops these scales in silence and runs at 1.0 "
+    "(docs/observation.md); TensorRT-LLM and SGLang were not tried"
+)
 _PRODUCER = {"name": "kv-calibrate", "version": calibrate.__version__}
 _USE = Use(
     "k and v",
@@ -42,23 +46,34 @@ class Modelopt:
         check_target(given.source.path, output, force=force)
         _check_unquantized(given.source)
         tensors = modelopt_tensors(given.source, given.scales)
-        refused = sorted(name for name in tensors if not _MAPPED.search(name.rsplit(".", 2)[0]))
+        latent = bool(latent_layers(given))
+        refused = sorted(name for name in tensors if not latent and not _MAPPED.search(name.rsplit(".", 2)[0]))
         if refused:
             module = refused[0].rsplit(".", 2)[0]
             raise UsageError(
                 f"readers of {_NAME} know attention modules called self_attn or mixer, not {module}: use what `kv-calibrate write` makes"
             )
-        form = Form(tensors, vllm_config(), {"hf_quant_config.json": hf_quant_config()}, _USE)
+        serve = {"model_impl": "transformers"} if latent else {}
+        form = Form(tensors, vllm_config(), {"hf_quant_config.json": hf_quant_config()}, _USE, serve)
         written = write_form(given.source, given.scales, form, output, statistics=given.statistics)
-        return Exported(_NAME, output, len(given.scales.layers), how=written.how, notes=_notes(tensors, options.model_dtype))
+        return Exported(_NAME, output, len(given.scales.layers), how=written.how, notes=_notes(tensors, options.model_dtype, latent))
 
 
 def modelopt_tensors(source: SourceCheckpoint, scales: Scales) -> dict[str, np.ndarray]:
-    """`<attention module>.k_proj.k_scale` and `.v_proj.v_scale`, float32 of shape (); the form has no place for q."""
+    """`<attention module>.k_proj.k_scale` and `.v_proj.v_scale`, float32 of shape (); the form has no place for q.
+
+    Latent attention has no such projections: `<attention module>.k_scale` is what vLLM's Transformers backend finds in every family that was
+    tried (benchmarks/mla_names.py).
+    """
     weights = [name for name in source.weight_map if not EARLIER_SCALES.search(name)]
     prefixes = tensor_prefixes([layer.module for layer in scales.layers], weights)
-    pairs = [(prefixes[layer.module], kind, scale) for layer in scales.layers for kind, scale in layer.items() if kind != "q"]
-    return {f"{prefix}.{kind}_proj.{kind}_scale": scale.reshape(()) if scale.size == 1 else scale for prefix, kind, scale in pairs}
+    latent = {layer["index"] for layer in scales.layout["layers"] if layer["latent"]}
+    below = {layer.module: "" if layer.index in latent else "{}_proj." for layer in scales.layers}
+    pairs = [(layer.module, kind, scale) for layer in scales.layers for kind, scale in layer.items() if kind != "q"]
+    return {
+        f"{prefixes[module]}.{below[module].format(kind)}{kind}_scale": scale.reshape(()) if scale.size == 1 else scale
+        for module, kind, scale in pairs
+    }
 
 
 def hf_quant_config() -> dict[str, Any]:
@@ -82,9 +97,10 @@ def _check_unquantized(source: SourceCheckpoint) -> None:
         )
 
 
-def _notes(tensors: dict[str, np.ndarray], model_dtype: str) -> tuple[str, ...]:
+def _notes(tensors: dict[str, np.ndarray], model_dtype: str, latent: bool) -> tuple[str, ...]:
     values = torch.tensor([float(value) for value in tensors.values()], dtype=torch.float32)
     moved = ((values.to(getattr(torch, model_dtype)).float() - values) / values).abs()
     changed = int((moved > 0).sum())
     how = f"{changed} of {len(values)} move, by at most {float(moved.max()):.2%}" if changed else "which holds each of them exactly"
-    return ("the form has no q scales: vLLM uses 1.0 for q", f"vLLM keeps k and v scales in the model's {model_dtype}: {how}")
+    serve = (_LATENT,) if latent else ()
+    return (*serve, "the form has no q scales: vLLM uses 1.0 for q", f"vLLM keeps k and v scales in the model's {model_dtype}: {how}")

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from calibrate.artefact import write_json
-from calibrate.checkpoint.exports.base import Exported, ExportOptions, Given, Loss, check_scalar_e4m3
+from calibrate.checkpoint.exports.base import Exported, ExportOptions, Given, Loss, check_scalar_e4m3, latent_layers
 from calibrate.errors import UsageError
 from calibrate.scales import FORMATS, LayerScales, Population, report
 from calibrate.statistics import Statistics
@@ -21,6 +21,8 @@ class SglangJson:
 
     def export(self, given: Given, output: Path, options: ExportOptions, *, force: bool) -> Exported:
         check_scalar_e4m3(given, _NAME)
+        if latent := latent_layers(given):
+            raise UsageError(f"layer {latent[0]} caches a compressed latent (MLA), for which no reader of {_NAME} takes scales")
         losses, notes = _losses(given), []
         if given.statistics is None:
             notes.append("no statistics were kept, so what sharing one scale costs was not computed")

@@ -49,7 +49,8 @@ def captured(path: Path, rows: int, tokens: int, cache: Path | None) -> tuple[li
     layout, config = probe_layout(model), model.config.get_text_config(decoder=True)
     frequencies = rope_frequencies(model, layout)
     text = "\n".join(document.text for document in itertools.islice(topics(), 60))
-    ids = load_tokenizer(source)(text, add_special_tokens=False)["input_ids"]
+    tokenizer = load_tokenizer(source)
+    first, ids = tokenizer("")["input_ids"], tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     sixteen, results = CACHE_DTYPES[cache_dtype_of(source)].dtype, []
     for row in range(rows):
         found: Layers = {}
@@ -58,7 +59,7 @@ def captured(path: Path, rows: int, tokens: int, cache: Path | None) -> tuple[li
             found[index] = {"k": key.to(sixteen).float().clone(), "v": value.to(sixteen).float().clone()}
 
         with torch.inference_mode():
-            part = torch.tensor([ids[row * tokens : (row + 1) * tokens]])
+            part = torch.tensor([[*first, *ids[row * tokens : (row + 1) * tokens - len(first)]]])
             model.model(input_ids=part, past_key_values=PassingCache(config, on_update), use_cache=True)
         results.append(found)
         if files:
@@ -136,23 +137,23 @@ def floor_figures(layers: Layers) -> dict[str, float]:
 
 
 def prescaled(layers: Layers, calibration: Layers) -> dict[str, float]:
-    """Mean relative error of K and V tiles at 2 and 4 bits: VarN as published, prescaled to several deviations, and rounding without VarN."""
-    tables, results = {target: tables_of(calibration, target) for target in TARGETS}, {}
-    for kind, bits in itertools.product("kv", (2, 4)):
-        for target in (None, *TARGETS, "no VarN"):
-            errors = []
-            for index, kinds in layers.items():
-                x = kinds[kind][:, :, SINK:]
-                scale = 1.0
-                if isinstance(target, float):
-                    scale = torch.from_numpy(getattr(tables[target][index], kind).prescale)[:, None, None, None]
-                tiles = rotate(x).unflatten(2, (-1, GROUP))
-                tiles = (tiles.mT if kind == "k" else tiles) * scale
-                got = _plain(tiles, bits) if target == "no VarN" else quantize(tiles, bits).dequantize()
-                got, exact = got / scale, tiles / scale
-                mean = x.mean(dim=2, keepdim=True)
-                errors.append(float((got - exact).square().sum() / (x - mean).square().sum()))
-            results[f"{kind}{bits} {target if isinstance(target, str) else f'to {target:g}' if target else 'as published'}"] = float(np.mean(errors))
+    """Mean relative error of K and V tiles at 2 and 4 bits: VarN as published, prescaled, without the mean; and no VarN."""
+    tables = {target: tables_of(calibration, target) for target in TARGETS}
+    settings = {"as published": (None, False), "mean": (None, True), "mean, to 4": (4.0, True), "no VarN": (None, False)}
+    settings |= {f"to {target:g}": (target, False) for target in TARGETS}
+    results = {}
+    for kind, bits, (name, (target, centred)) in itertools.product("kv", (2, 4), settings.items()):
+        errors = []
+        for index, kinds in layers.items():
+            x = kinds[kind][:, :, SINK:]
+            mean = torch.from_numpy(getattr(tables[4.0][index], kind).mean).float()[:, None] if centred else 0.0
+            scale = 1.0 if target is None else torch.from_numpy(getattr(tables[target][index], kind).prescale)[:, None, None, None]
+            tiles = rotate(x - mean).unflatten(2, (-1, GROUP))
+            tiles = (tiles.mT if kind == "k" else tiles) * scale
+            got = _plain(tiles, bits) if name == "no VarN" else quantize(tiles, bits).dequantize()
+            energy = (x - x.mean(dim=2, keepdim=True)).square().sum()
+            errors.append(float(((got - tiles) / scale).square().sum() / energy))
+        results[f"{kind}{bits} {name}"] = float(np.mean(errors))
     return results
 
 

@@ -10,6 +10,7 @@ from click.testing import CliRunner
 
 from calibrate.cli import main
 from tests.tiny import tiny_checkpoint
+from tests.weights import foreign
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -18,6 +19,7 @@ KNOWN = ("for part", "done", "make ", "env/", "bash benchmarks/", "python benchm
 # a page's stand-in → what it stands for on the tiny model; longest first
 STAND_INS = {
     r"calibrated/…|calibrated/[\w.-]+|calibrated-model|CHECKPOINT|\"\$OUT\"": "calibrated",
+    r"model-AWQ": "awq",
     r"\bshape\b|MODEL|\"\$MODEL\"|path/or/hub-id": "model",
     r"/models/other-fp8": "calibrated",
     r"chats\.jsonl|data/ours\.yaml": "chats.jsonl",
@@ -40,9 +42,9 @@ def commands(page: Path) -> list[str]:
 ALL = [(page.name, command) for page in PAGES for command in commands(page)]
 MAKE = sorted({command for _, command in ALL if command.startswith("make ")})
 OURS = list(dict.fromkeys(command for _, command in ALL if command.startswith("kv-calibrate ")))
-# verify and vLLM's engine are run on real vLLM in tests/engines; bench needs a server's time;
+# verify and vLLM's engine are run on real vLLM in tests/engines; bench needs a server's time; quantize its own environment (tests/weights);
 # recipes are checked in tests/families; lm-eval needs its extra and tasks; maps, plots and the like are written into the folder
-RUN = [command for command in OURS if not re.search(r"--engine vllm|kv-calibrate (verify|bench|run|lm-eval|recipes check)", command)]
+RUN = [command for command in OURS if not re.search(r"--engine vllm|kv-calibrate (verify|bench|run|lm-eval|quantize|recipes check)", command)]
 
 
 def test_the_pages_show_commands():
@@ -74,6 +76,7 @@ def place(tmp_path_factory):
     """A folder with a tiny model, its calibrated checkpoint, chats, statistics and a policy: what the pages' commands are given."""
     folder = tmp_path_factory.mktemp("docs")
     tiny_checkpoint(folder / "model", max_position_embeddings=32768)
+    foreign.awq(folder / "awq")
     text = "The quick brown fox jumps over the lazy dog and comes home late at night. " * 40
     (folder / "chats.jsonl").write_text("".join(f'{{"text": "{number} {text}"}}\n' for number in range(8)))
     (folder / "policy.yaml").write_text((ROOT / "data" / "policies" / "default.yaml").read_text())

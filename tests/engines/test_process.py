@@ -57,6 +57,20 @@ def test_error_is_quoted_and_the_log_kept(child):
     assert "Traceback" in Path(str(caught.value).rpartition("its log: ")[2]).read_text()
 
 
+@pytest.mark.parametrize(
+    ("raised", "lacks"),
+    [
+        ("ValueError('Failed to find a kernel that can implement the NVFP4 linear layer. Reasons: CutlassNvFp4 requires CUDA')", "NVFP4"),
+        ("RuntimeError('_C::static_scaled_fp8_quant() expected at most 0 argument(s) but received 4 argument(s).')", "static_scaled_fp8_quant"),
+    ],
+)
+def test_weights_without_a_kernel_are_the_hosts_lack(child, raised, lacks):
+    with pytest.raises(HostError, match=rf"no kernel on this host .*\({lacks}\): verify it on a GPU host") as caught:
+        run_child(child(f"raise {raised}"), {}, 60)
+    assert caught.value.exit_code == 3
+    assert "\n" not in str(caught.value)
+
+
 def test_what_was_reported_before_a_failure_stays(child):
     value, failed = run_child(child(SERVE + "def work(job):\n    yield {'a': 1}\n    raise RuntimeError('later')\nserve(work)"), {}, 60)
     assert value == {"a": 1}

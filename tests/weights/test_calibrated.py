@@ -14,12 +14,19 @@ from calibrate.engines import load_scales
 from calibrate.model import SourceCheckpoint, load_model, probe_layout
 from calibrate.scales import PolicyOptions, solve
 from calibrate.statistics import Statistics
+from calibrate.weights import convert_checkpoint
 from tests.conftest import collect_run, rows_corpus
 from tests.tiny import tiny_checkpoint
+from tests.weights import foreign
 from tests.weights.compressed import SCHEMES, compressed, meant, quantized_input, scheme_of
 from tests.weights.foreign import SHAPE, linears, rewrite
 
 CORPUS = rows_corpus([24, 30, 17])
+CONVERTED = {
+    "awq": foreign.awq,
+    "gptq": foreign.gptq,
+    "gptq-asymmetric": lambda path: foreign.gptq(path, symmetric=False, group_size=64, dtype=torch.bfloat16),
+}
 
 
 def _config(path) -> dict:
@@ -95,17 +102,21 @@ def test_weights_do_not_depend_on_the_type_that_is_computed_in(name, scales, tmp
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory) -> dict:
-    """name → (source, what was written of it), every scheme calibrated."""
+    """name → (source, what was written of it), every scheme calibrated, and two conversions."""
     made = {}
-    for name in SCHEMES:
+    for name in (*SCHEMES, *CONVERTED):
         folder = tmp_path_factory.mktemp(name)
-        path = compressed(folder / "model", name)
+        if name in CONVERTED:
+            CONVERTED[name](folder / "foreign")
+            path = convert_checkpoint(SourceCheckpoint.open(folder / "foreign"), folder / "model").path
+        else:
+            path = compressed(folder / "model", name)
         scales = solve(collect(collect_run(path, CORPUS)), PolicyOptions(granularity="head" if name == "w8a8" else "tensor"))
         made[name] = (path, write_checkpoint(SourceCheckpoint.open(path), scales, folder / "calibrated"))
     return made
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("name", [*SCHEMES, *CONVERTED])
 def test_the_config_is_merged_and_the_weights_are_links(name, written):
     path, result = written[name]
     before, after = _config(path), _config(result.path)
@@ -122,7 +133,7 @@ def test_vllm_reads_the_scales_back_beside_quantized_weights(written):
     readbacks = dict(zip(names, load_scales([written[name][1].path for name in names]), strict=True))
     loaded = {name for name, one in readbacks.items() if one.ok}
     assert all(len(readbacks[name].rows) == 9 for name in loaded)
-    assert loaded >= {"fp8-dynamic", "w8a8", "w4a16", "w4a16-asymmetric", "w4a16-channel", "mixed"}
+    assert loaded >= {*CONVERTED, "fp8-dynamic", "w8a8", "w4a16", "w4a16-asymmetric", "w4a16-channel", "mixed"}
     assert "activation ordering" in readbacks["w4a16-ordered"].error
     for name, said in {"w8a16": "find a kernel", "nvfp4": "find a kernel", "fp8-static": "static_scaled_fp8_quant"}.items():
         assert readbacks[name].ok or (not torch.cuda.is_available() and said in readbacks[name].error), name

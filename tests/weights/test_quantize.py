@@ -14,7 +14,6 @@ from click.testing import CliRunner
 from safetensors.torch import load_file
 
 from calibrate import pipeline
-from calibrate.artefact import process_is_dead
 from calibrate.cli import main
 from calibrate.errors import HostError, UsageError
 from calibrate.model import SourceCheckpoint
@@ -23,6 +22,7 @@ from calibrate.weights import SCHEMES, convert_checkpoint, quantize_checkpoint
 from calibrate.weights.process import SETTING, find_python
 from calibrate.weights.quantize import made_from
 from tests.conftest import rows_corpus
+from tests.engines.test_process import wait_gone
 from tests.tiny import tiny_checkpoint
 from tests.weights import foreign
 
@@ -126,9 +126,7 @@ def test_the_child_ends_with_us_however_we_end(dense, tmp_path, stand_in, number
         assert ours.returncode == 130
         assert said.decode().strip().endswith("interrupted")
         assert _left(tmp_path) == set()
-    while not process_is_dead(child) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert process_is_dead(child)
+    assert wait_gone(child)
     assert not (tmp_path / "out").exists()
 
 

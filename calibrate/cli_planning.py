@@ -22,21 +22,23 @@ _GIB = 1 << 30
 @click.option("--context", type=click.IntRange(1), required=True, help="Tokens of a sequence.")
 @click.option("--reserve", default="2GiB", show_default=True, help="Memory for activations and CUDA graphs.")
 @click.option("--plot", type=click.Path(path_type=Path), help="Write a PNG: cache against weights, and sequences that fit, as the context grows.")
+@click.option("--skip-layers", help="Layers that keep 16 bits: 0,1,sliding_window, or none. Default: those that the checkpoint was written with.")
 @utilization
 @ranks
 @as_json
-def plan(model: str, gpu_memory: str, context: int, reserve: str, plot: Path | None, as_json: bool, **options: Any) -> None:
+def plan(model: str, gpu_memory: str, context: int, reserve: str, plot: Path | None, skip_layers: str | None, as_json: bool, **options: Any) -> None:
     """KV-cache bytes and sequences that fit for MODEL (a folder, a config.json or a hub id) in every cache format. Needs no weights."""
     from calibrate.cli import show
     from calibrate.evaluate.planning import make_plan, model_memory, parse_size
     from calibrate.evaluate.planplot import draw
     from calibrate.model import resolve_model
+    from calibrate.model.skip import parse_skip_layers
 
     total, kept, number = parse_size(gpu_memory), parse_size(reserve), options["tensor_parallel_size"]
     folder = resolve_model(model)
     made = make_plan(
         folder.resolve().name if folder.is_dir() else folder.resolve().parent.name,
-        model_memory(folder, number),
+        model_memory(folder, number, skip_layers=None if skip_layers is None else parse_skip_layers(skip_layers)),
         gpu_memory=total,
         context=context,
         utilization=options["gpu_memory_utilization"],

@@ -1,20 +1,22 @@
 """The main job, top to bottom: a model and a corpus in; a calibrated checkpoint that vLLM was seen to load out."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from calibrate.artefact import discard
-from calibrate.checkpoint import Written, write_checkpoint
+from calibrate.checkpoint import Written, check_layers, write_checkpoint
 from calibrate.collect import collect, prepare
 from calibrate.corpus import Corpus, CorpusOptions, load_corpus
-from calibrate.engines import Readback, verify_checkpoint
+from calibrate.engines import Readback, unlisted, verify_checkpoint
 from calibrate.errors import UsageError
 from calibrate.evaluate.evidence import save_readback
 from calibrate.inspection import Inspection, inspect
 from calibrate.model import SourceCheckpoint, choose_device, compute_dtype, load_model, load_tokenizer, resolve_model
-from calibrate.model.skip import SkipLayers, parse_skip_layers, skipped_layers
+from calibrate.model.skip import SkipLayers, parse_skip_layers
 from calibrate.progress import note
 from calibrate.recipes import Recipe, choose_recipe
 from calibrate.scales import PolicyOptions, Scales, solve
@@ -91,9 +93,11 @@ def run(options: JobOptions, output: Path | None, *, force: bool = False, verify
     policy, skip = options.scales(recipe), options.skipped(recipe)
     check_carrier(original, output, options.weights, policy, force=force, for_vllm=verify)
     note(f"model {original.path} ({original.model_type}), recipe {recipe.family}, output {output}")
+    if verify and (unknown := unlisted(original.config)):
+        note(unknown)
     source = prepare_weights(original, options, recipe, output)
     state = output.with_name(f".{output.name}.collect-state.safetensors")
-    statistics = collect_statistics(source, options, recipe, state=state, skip=skip)
+    statistics = collect_statistics(source, options, recipe, state=state, check=lambda layers: check_layers(layers, policy, skip))
     scales = solve(statistics, policy)
     written = write_checkpoint(source, scales, output, statistics=statistics, skip_layers=skip, force=force)
     discard(state)
@@ -132,14 +136,17 @@ def corpus_of(source: SourceCheckpoint, options: JobOptions, recipe: Recipe) -> 
     return load_corpus(options.corpus(recipe, source.context_length), tokenizer, vocab_size=source.vocab_size, context_length=source.context_length)
 
 
-def collect_statistics(source: SourceCheckpoint, options: JobOptions, recipe: Recipe, *, state: Path | None, skip: SkipLayers = ()) -> Statistics:
-    """Corpus and model → statistics; an interrupted run goes on from `state`. Layers to `skip` that the model lacks are refused before it starts."""
+def collect_statistics(
+    source: SourceCheckpoint, options: JobOptions, recipe: Recipe, *, state: Path | None, check: Callable[[list[dict[str, Any]]], Any] | None = None
+) -> Statistics:
+    """Corpus and model → statistics; an interrupted run goes on from `state`. `check` is given the layers beforehand, and may refuse."""
     device = choose_device(options.device)
     corpus = corpus_of(source, options, recipe)
     model = load_model(source, device=device, dtype=compute_dtype(source, device, options.dtype), trust_remote_code=options.trust_remote_code)
     try:
         job = prepare(model, source, corpus, tokens_per_batch=options.tokens_per_batch, second_moments=options.kvarn)
-        skipped_layers(job.layout.as_dict()["layers"], skip)
+        if check is not None:
+            check(job.layout.as_dict()["layers"])
         return collect(job, state=state, state_seconds=options.save_every)
     except OverflowError as error:
         raise UsageError(f"{source.path} writes numbers into its cache whose squares exceed 2^100: its weights are damaged") from error

@@ -3,7 +3,7 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,6 +86,27 @@ def check_writable(source: SourceCheckpoint, output: Path, options: PolicyOption
     check_target(source.path, output, force=force)
 
 
+def check_layers(layers: Sequence[Mapping[str, Any]], options: PolicyOptions, skip_layers: Sequence[int | str] = ()) -> tuple[int, ...]:
+    """What can be refused once a model's attention layers are known, still before they are calibrated.
+
+    Args:
+        layers: the layout's. skip_layers: as for `write_checkpoint`.
+
+    Returns:
+        indices of the layers that are to keep 16 bits.
+
+    Raises:
+        UsageError: `skip_layers` that the model lacks; scales per head where layers differ in their number of heads.
+    """
+    counts = sorted({(layer["num_heads"], layer["num_key_value_heads"]) for layer in layers})
+    if options.granularity == "head" and len(counts) > 1:
+        heads = ", ".join(f"{kv_heads} ({heads} query heads)" for heads, kv_heads in counts)
+        raise UsageError(
+            f"vLLM loads scales per head only where all layers have as many heads; this model's have {heads} KV heads: give --granularity tensor"
+        )
+    return skipped_layers(layers, skip_layers)
+
+
 def write_checkpoint(
     source: SourceCheckpoint,
     scales: Scales,
@@ -107,7 +128,7 @@ def write_checkpoint(
     """
     check_writable(source, output, scales.options, force=force)
     check_same_weights(source, scales)
-    skipped = skipped_layers(scales.layout["layers"], skip_layers)
+    skipped = check_layers(scales.layout["layers"], scales.options, skip_layers)
     serve = {"kv_cache_dtype_skip_layers": list(skipped)} if skipped else {}
     form = Form(scale_tensors(source, scales), merged_quantization_config(source.quantization, scales.options), serve=serve)
     return write_form(source, scales, form, output, statistics=statistics)

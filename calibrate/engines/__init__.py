@@ -2,6 +2,7 @@
 
 from calibrate.engines.light import load_scales
 from calibrate.engines.readback import LayerReadback, Readback
+from calibrate.engines.registry import unlisted
 from calibrate.engines.verify import verify_checkpoint
 
-__all__ = ["LayerReadback", "Readback", "load_scales", "verify_checkpoint"]
+__all__ = ["LayerReadback", "Readback", "load_scales", "unlisted", "verify_checkpoint"]

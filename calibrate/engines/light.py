@@ -10,7 +10,7 @@ from calibrate.engines.compare import compare_scales
 from calibrate.engines.host import choose_kv_dtype, read_config, sixteen_bit, uses_cuda, vllm_distribution
 from calibrate.engines.process import run_child
 from calibrate.engines.readback import Readback
-from calibrate.engines.serving import serving
+from calibrate.engines.serving import contradiction, serving
 from calibrate.engines.source import as_loaded, file_scales, is_modelopt, kinds_of, kv_strategy
 from calibrate.engines.verify import backends, check_looked_at, form_notes
 from calibrate.errors import UsageError
@@ -65,5 +65,5 @@ def _readback(
         rows=compare_scales(as_loaded(scales, config, model["dtype"]), ranks, strategy, kinds_of(config)),
         notes=("weights loaded by vLLM's model loader alone; nothing was run", *form_notes(config, scales, ranks)),
         seconds=answer["seconds"],
-        error=answer["error"],
+        error=answer["error"] or contradiction(Path(model["model"]), ranks, model["kv_cache_dtype"]),
     )

@@ -7,9 +7,11 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from calibrate.artefact import SERVE_FILE
+from calibrate.artefact import SERVE_FILE, read_header
 from calibrate.checkpoint.card import vllm_flags
 from calibrate.errors import UsageError
+
+SCALES_ORIGIN = "kv_calibration/scales.safetensors"
 
 
 class Serving(BaseModel):
@@ -72,3 +74,31 @@ def misplaced(ranks: Sequence[Sequence[Mapping[str, Any]]], told: Serving, kv_ca
         if record["kv_cache_dtype"].startswith("fp8") != wanted:
             return f"{record['module']} keeps a cache of type {record['kv_cache_dtype']}, it is to keep {'FP8' if wanted else '16 bits'}"
     return ""
+
+
+def other_heads(ranks: Sequence[Sequence[Mapping[str, Any]]], layers: Sequence[Mapping[str, Any]]) -> str:
+    """What is wrong where vLLM caches another number of heads than was observed: then it caches something else, and the scales are not its own.
+
+    Args:
+        ranks: records of `extension.scales_of`. layers: the layout's, of the model that was calibrated; none where it is not known.
+    """
+    observed = {layer["index"]: layer["num_key_value_heads"] for layer in layers}
+    for record in (record for records in ranks for record in records if record["caches"]):
+        numbers = [int(part) for part in record["module"].split(".") if part.isdecimal()]
+        wanted = observed.get(numbers[0]) if len(numbers) == 1 else None
+        held = record["num_kv_heads"] * len(ranks)
+        if wanted is not None and held != wanted and not (record["num_kv_heads"] == 1 and held % wanted == 0):
+            return f"{record['module']} caches {held} KV heads, {wanted} were observed: vLLM caches something else than what was calibrated"
+    return ""
+
+
+def calibrated_layers(checkpoint: Path) -> list[dict[str, Any]]:
+    """The layers of the layout that the checkpoint's scales were solved for; [] where it does not say."""
+    path = checkpoint / SCALES_ORIGIN
+    layout = read_header(path).get("layout") if path.is_file() else None
+    return layout.get("layers", []) if isinstance(layout, dict) else []
+
+
+def contradiction(checkpoint: Path, ranks: Sequence[Sequence[Mapping[str, Any]]], kv_cache_dtype: str) -> str:
+    """What vLLM's layers are that the checkpoint says they are not; "" where they agree."""
+    return misplaced(ranks, serving(checkpoint), kv_cache_dtype) or other_heads(ranks, calibrated_layers(checkpoint))

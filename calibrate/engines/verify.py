@@ -12,7 +12,7 @@ from calibrate.engines.compare import compare_scales
 from calibrate.engines.host import check_parallel, choose_kv_dtype, read_config, sixteen_bit, too_slow_to_run, uses_cuda, vllm_distribution
 from calibrate.engines.process import run_child
 from calibrate.engines.readback import Readback
-from calibrate.engines.serving import misplaced, serving
+from calibrate.engines.serving import contradiction, serving
 from calibrate.engines.source import as_loaded, file_scales, is_modelopt, kinds_of, kv_strategy
 from calibrate.errors import HostError, UsageError
 from calibrate.progress import note
@@ -78,7 +78,7 @@ def verify_checkpoint(
         rows=rows,
         notes=(*notes, *_findings(result, strategy, kv_cache_dtype), *form_notes(config, scales, result["ranks"])),
         seconds=round(time.monotonic() - started, 2),
-        error=str(failed or "") or misplaced(result["ranks"], serving(checkpoint), kv_cache_dtype),
+        error=str(failed or "") or contradiction(checkpoint, result["ranks"], kv_cache_dtype),
     )
 
 

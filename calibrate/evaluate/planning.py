@@ -1,6 +1,5 @@
 """Memory planning: what the KV cache of a model costs in each format, and how many sequences fit beside the weights. Needs no weights."""
 
-import json
 import math
 import re
 from collections.abc import Callable
@@ -9,12 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
+from calibrate.engines.serving import serving
 from calibrate.errors import UsageError
 from calibrate.evaluate.kvformats import FORMATS, SIXTEEN_BIT, CachedLayer, stored_in
+from calibrate.evaluate.weightbytes import weight_bytes
 from calibrate.model.cache import PassingCache
-from calibrate.model.source import INDEX_FILE, SCALES_FILE, SINGLE_FILE, context_length_of, read_safetensors_header
+from calibrate.model.load import auto_class
+from calibrate.model.skip import SkipLayers, skipped_layers
+from calibrate.model.source import context_length_of
 
 SCHEMA = "kv-calibrate/plan/1"
 _PROBE_TOKENS = 8
@@ -27,6 +30,7 @@ class ModelMemory:
 
     Attributes:
         layers: those that write a cache. readers: attention layers that read another's, at no cost.
+        sixteen_bit: indices of the layers that keep 16 bits in every format.
         state_bytes: of recurrent and convolution states, a sequence, whatever its length. weight_bytes: on one rank.
         weights_from: "safetensors headers" or "config.json".
     """
@@ -38,6 +42,7 @@ class ModelMemory:
     weight_bytes: int
     weights_from: str
     longest_context: int | None
+    sixteen_bit: tuple[int, ...] = ()
 
     @property
     def depth(self) -> int | None:
@@ -91,11 +96,14 @@ def parse_size(text: str) -> int:
     return round(float(found[1]) * unit)
 
 
-def model_memory(model: Path, tensor_parallel_size: int = 1) -> ModelMemory:
+def model_memory(model: Path, tensor_parallel_size: int = 1, *, skip_layers: SkipLayers | None = None) -> ModelMemory:
     """Read a checkpoint folder, a folder with nothing but config.json, or a config.json. One forward on torch's meta device shows what is cached.
 
+    Args:
+        skip_layers: layers that are to keep 16 bits; None takes those of the checkpoint's serve.json.
+
     Raises:
-        UsageError: no config, an unknown architecture, or a model that writes no KV cache.
+        UsageError: `skip_layers` that the model lacks, no config, an unknown architecture, or a model that writes no KV cache.
     """
     folder = model.parent if model.is_file() else model
     config = _read_config(folder)
@@ -117,7 +125,11 @@ def model_memory(model: Path, tensor_parallel_size: int = 1) -> ModelMemory:
         raise UsageError(f"{folder}: {type(network).__name__} writes no KV cache")
     windows = [getattr(layer, "sliding_window", None) for layer in cache.layers]
     layers = tuple(_with_window(layer, windows) for _, layer in sorted(keys.items()))
-    weights, where = _weight_bytes(folder, network)
+    weights, where = weight_bytes(folder, network)
+    asked = serving(folder).kv_cache_dtype_skip_layers if skip_layers is None else skip_layers
+    known = [{"index": layer.index, "target": layer.index, "sliding_window": layer.window} for layer in layers]
+    # a checkpoint's list names readers too, which cost nothing
+    asked = asked if skip_layers is not None else [index for index in asked if index in keys]
     return ModelMemory(
         model_type=config.model_type,
         layers=layers,
@@ -126,6 +138,7 @@ def model_memory(model: Path, tensor_parallel_size: int = 1) -> ModelMemory:
         weight_bytes=math.ceil(weights / tensor_parallel_size),
         weights_from=where,
         longest_context=context_length_of(text.to_dict()),
+        sixteen_bit=skipped_layers(known, asked),
     )
 
 
@@ -141,7 +154,7 @@ def _read_config(folder: Path) -> Any:
 def _on_meta(config: Any, folder: Path) -> torch.nn.Module:
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+            return auto_class(config.model_type, config.architectures).from_config(config, dtype=torch.bfloat16).eval()
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError) as error:
         raise UsageError(f"{folder}/config.json describes no causal LM of transformers: {str(error).strip().splitlines()[0]}") from error
 
@@ -166,27 +179,6 @@ def _tensor_bytes(cache_layer: Any) -> int:
     return sum(one.numel() * one.element_size() for one in found if isinstance(one, torch.Tensor))
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    """The files that are loaded: the index's, else model.safetensors, else all (a consolidated copy may lie beside them)."""
-    index = folder / INDEX_FILE
-    if index.is_file():
-        return sorted({folder / name for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()} - {folder / SCALES_FILE})
-    if (folder / SINGLE_FILE).is_file():
-        return [folder / SINGLE_FILE]
-    return sorted(path for path in folder.glob("*.safetensors") if path.name != SCALES_FILE)
-
-
-def _weight_bytes(folder: Path, network: torch.nn.Module) -> tuple[int, str]:
-    files = _weight_files(folder)
-    if not files:
-        return sum(parameter.numel() * parameter.element_size() for parameter in network.parameters()), "config.json (16-bit weights)"
-    total = 0
-    for path in files:
-        entries = json.loads(read_safetensors_header(path))
-        total += sum(one["data_offsets"][1] - one["data_offsets"][0] for name, one in entries.items() if name != "__metadata__")
-    return total, "safetensors headers"
-
-
 def cached_tokens(layer: CachedLayer, context: int, block_size: int = 1, in_flight: int | None = None) -> int:
     """Tokens that a layer holds of a sequence of `context` tokens, in whole blocks.
 
@@ -201,10 +193,17 @@ def cached_tokens(layer: CachedLayer, context: int, block_size: int = 1, in_flig
     return (math.ceil(min(layer.window - 1 + in_flight, context) / block_size) + 1) * block_size
 
 
+def _sizes(memory: ModelMemory, format_name: str) -> dict[int, float] | None:
+    """Layer index → bytes a token; None where the format does not fit the model."""
+    sizes = stored_in(FORMATS[format_name], memory.layers, memory.depth)
+    wide = {layer.index: layer.sixteen_bit for layer in memory.layers if layer.index in memory.sixteen_bit}
+    return None if sizes is None else sizes | wide
+
+
 def sequence_bytes(memory: ModelMemory, format_name: str, context: int, **counting: Any) -> float | None:
     """Bytes of one sequence's cache and states on a rank (`counting` as for `cached_tokens`); None where the format does not fit the model."""
     fmt = FORMATS[format_name]
-    sizes = stored_in(fmt, memory.layers, memory.depth)
+    sizes = _sizes(memory, format_name)
     if sizes is None:
         return None
     total = float(memory.state_bytes)
@@ -245,7 +244,7 @@ def make_plan(
 
 def _format_plan(name: str, memory: ModelMemory, context: int, left: int) -> FormatPlan | None:
     size = sequence_bytes(memory, name, context)
-    sizes = stored_in(FORMATS[name], memory.layers, memory.depth)
+    sizes = _sizes(memory, name)
     if size is None or sizes is None:
         return None
     growing = sum(sizes[layer.index] for layer in memory.layers if layer.window is None or layer.window > context)
@@ -267,6 +266,11 @@ def _notes(memory: ModelMemory, ranks: int) -> tuple[str, ...]:
     notes = []
     if memory.readers:
         notes.append(f"{memory.readers} layers read another layer's cache and cost nothing")
+    if memory.sixteen_bit:
+        notes.append(
+            f"layers {', '.join(map(str, memory.sixteen_bit))} keep 16 bits in every format; vLLM pads their pages to the others' or the other way "
+            "round, which is not counted"
+        )
     if sliding:
         notes.append(
             f"{sliding} of {len(memory.layers)} layers slide and stop growing at their window; vLLM reserves a prefill step more to admit a request"

@@ -1,7 +1,7 @@
 """Loading a causal LM for observation: compute type, device, and no trace of an earlier KV calibration."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -92,7 +92,7 @@ def _from_pretrained(source: SourceCheckpoint, config: Any, device: str, dtype: 
         "use_safetensors": True,
         "output_loading_info": True,
     }
-    auto = _auto_class(source)
+    auto = auto_class(source.model_type, source.config.get("architectures"))
     try:
         return auto.from_pretrained(source.path, attn_implementation="sdpa", **options)
     except ValueError as error:
@@ -101,10 +101,10 @@ def _from_pretrained(source: SourceCheckpoint, config: Any, device: str, dtype: 
         return auto.from_pretrained(source.path, attn_implementation="eager", **options)
 
 
-def _auto_class(source: SourceCheckpoint) -> type:
+def auto_class(model_type: str, architectures: Sequence[str] | None) -> type:
     """The class that holds every tensor of the checkpoint: a vision-language model is loaded whole, though only its text tower will run."""
-    whole = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(source.model_type)
-    named = source.config.get("architectures") or [modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(source.model_type, whole)]
+    whole = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(model_type)
+    named = architectures or [modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type, whole)]
     return AutoModelForImageTextToText if whole in named else AutoModelForCausalLM
 
 

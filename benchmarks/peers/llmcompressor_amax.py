@@ -1,9 +1,10 @@
 """Our amax beside llm-compressor's on the same token batches: equal with its `static_minmax`, and how far its defaults are off.
 
-    python benchmarks/peers/llmcompressor_amax.py [MODEL] [--rows 32] [--length 256] [--json FILE]
+    python benchmarks/peers/llmcompressor_amax.py [MODEL] [--rows 32] [--length 256] [--json FILE] [--modelopt PYTHON]
 
-Needs the environment that `make llmcompressor` makes. Both sides see the same tokens in the same batches, in the same compute type; the
-forwards are two programs (transformers 5.19 and 5.17, SDPA and eager attention), so they agree to rounding.
+Needs the environment that `make llmcompressor` makes; `--modelopt` compares NVIDIA ModelOpt's `max` too, in an environment of your own.
+Both sides see the same tokens in the same batches, in the same compute type; the forwards are two programs (transformers 5.19 and 5.17, SDPA
+and eager attention), so they agree to rounding.
 
 Predictions, written first: in float32 our amax, which is bfloat16 because the cache is, equals llm-compressor's `static_minmax` range rounded to
 bfloat16, but for layers whose value lies on a rounding boundary, where it is one step away. In bfloat16 its scales are bfloat16 too, and layers
@@ -34,6 +35,7 @@ from calibrate.model import SourceCheckpoint, load_model, load_tokenizer, probe_
 from calibrate.weights.process import find_python
 
 CHILD = Path(__file__).with_name("llmcompressor_child.py")
+MODELOPT_CHILD = Path(__file__).with_name("modelopt_child.py")
 E4M3_MAX = 448.0
 Ranges = dict[str, dict[str, float]]  # attention module → kind → amax
 
@@ -107,9 +109,9 @@ class Run:
     batches: tuple[Batch, ...]
 
 
-def their_ranges(model: Path, runs: Sequence[Run]) -> tuple[list[Ranges], dict[str, Any]]:
-    """448 × llm-compressor's scales after each run, all in one process, and what it says of itself."""
-    python = find_python()
+def their_ranges(model: Path, runs: Sequence[Run], *, python: Path | None = None, child: Path = CHILD) -> tuple[list[Ranges], dict[str, Any]]:
+    """448 × the peer's scales after each run, all in one process of its own Python (llm-compressor's), and its versions."""
+    python = python or find_python()
     with tempfile.TemporaryDirectory(prefix="kv-calibrate-peers-") as folder:
         job_file, result = Path(folder) / "job.json", Path(folder) / "result.json"
         jobs = [
@@ -118,9 +120,9 @@ def their_ranges(model: Path, runs: Sequence[Run]) -> tuple[list[Ranges], dict[s
         job_file.write_text(json.dumps({"model": str(model), "runs": jobs, "result": str(result)}), encoding="utf-8")
         env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
         env |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-        done = subprocess.run([str(python), "-P", str(CHILD), str(job_file)], capture_output=True, text=True, check=False, cwd=folder, env=env)
+        done = subprocess.run([str(python), "-P", str(child), str(job_file)], capture_output=True, text=True, check=False, cwd=folder, env=env)
         if done.returncode != 0:
-            raise CheckFailed(f"llm-compressor could not calibrate {model}: {(done.stderr.strip() or f'exit {done.returncode}').splitlines()[-1]}")
+            raise CheckFailed(f"{child.stem} could not calibrate {model}: {(done.stderr.strip() or f'exit {done.returncode}').splitlines()[-1]}")
         said = json.loads(result.read_text(encoding="utf-8"))
     ranges = [{name: {kind: scale * E4M3_MAX for kind, scale in of.items()} for name, of in run["scales"].items()} for run in said["runs"]]
     return ranges, said["versions"]
@@ -135,7 +137,7 @@ def _saved(batches: Sequence[Batch], path: Path) -> str:
 def compared(case: str, observer: str | None, dtype: str, ours: Ranges, theirs: Ranges) -> Row:
     """One row. Raises CheckFailed where the two do not speak of the same layers."""
     if ours.keys() != theirs.keys():
-        raise CheckFailed(f"{case}: llm-compressor calibrated {sorted(theirs)}, we {sorted(ours)}")
+        raise CheckFailed(f"{case}: the peer calibrated {sorted(theirs)}, we {sorted(ours)}")
     mine = torch.tensor([ours[name][kind] for name in ours for kind in ("k", "v")], dtype=torch.float64)
     other = torch.tensor([theirs[name][kind] for name in ours for kind in ("k", "v")], dtype=torch.float64)
     ratio = other / mine
@@ -146,7 +148,7 @@ def compared(case: str, observer: str | None, dtype: str, ours: Ranges, theirs: 
 
 
 def measure(
-    model: Path, rows: Sequence[np.ndarray], *, pad: int, batch_size: int, dtypes: Sequence[str], seed: int = 0
+    model: Path, rows: Sequence[np.ndarray], *, pad: int, batch_size: int, dtypes: Sequence[str], modelopt: Path | None = None, seed: int = 0
 ) -> tuple[list[Row], dict[str, Any]]:
     """All comparisons on one model: `static_minmax` in each dtype, and in the first its default, the last batch alone, and padding."""
     source = SourceCheckpoint.open(model)
@@ -162,6 +164,11 @@ def measure(
     for run, ranges in zip(runs, theirs, strict=True):
         case, mine = ("whole rows", ours[run.dtype]) if run.batches is whole else (f"right-padded, {batch_size} rows", ours_uneven)
         found.append(compared(case, run.observer, run.dtype, mine, ranges))
+    if modelopt is not None:
+        (whole_ranges, uneven_ranges), more = their_ranges(model, [runs[0], runs[-1]], python=modelopt, child=MODELOPT_CHILD)
+        found.append(compared("whole rows", "ModelOpt max", dtypes[0], ours[dtypes[0]], whole_ranges))
+        found.append(compared(f"right-padded, {batch_size} rows", "ModelOpt max", dtypes[0], ours_uneven, uneven_ranges))
+        versions = more | versions
     return found, versions
 
 
@@ -171,13 +178,14 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--batch-size", type=int, default=4, help="rows of a padded batch")
+    parser.add_argument("--modelopt", type=Path, help="Python of an environment with nvidia-modelopt 0.47")
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     model = resolve_model(asked.model)
     source = SourceCheckpoint.open(model)
     tokens = rows_of_text(source, asked.rows, asked.length)
     pad = load_tokenizer(source).pad_token_id or 0
-    found, versions = measure(model, tokens, pad=pad, batch_size=asked.batch_size, dtypes=("float32", "bfloat16"))
+    found, versions = measure(model, tokens, pad=pad, batch_size=asked.batch_size, dtypes=("float32", "bfloat16"), modelopt=asked.modelopt)
     title = f"{model.name}, {asked.rows} rows of at most {asked.length} tokens; llm-compressor {versions['llmcompressor']}: its range / our amax"
     table = Table("batches", "its observer", "compute", "least", "median", "most", "equal in bfloat16", "most steps apart", title=title)
     for row in found:

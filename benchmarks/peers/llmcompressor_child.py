@@ -2,7 +2,7 @@
 
 `python llmcompressor_child.py JOB.json`; the job holds `model`, `runs` (each with `dtype`, `observer`, null for llm-compressor's default, and
 `batches`, an .npz of `ids_N` and `mask_N`, int64 [rows, length] each, in order) and `result`: the JSON file that gets, for each run in turn,
-`scales` (attention module → k, v as floats) and `scale_dtype`, and `versions`.
+`scales` (attention module → k, v as floats), and `versions`.
 """
 
 import json
@@ -38,10 +38,7 @@ def _run(path: str, run: dict[str, Any]) -> dict[str, Any]:
         max_seq_length=max(batch["input_ids"].shape[1] for batch in batches),
     )
     attention = {name: module for name, module in model.named_modules() if hasattr(module, "k_scale")}
-    return {
-        "scales": {name: {kind: float(getattr(module, f"{kind}_scale")) for kind in "kv"} for name, module in attention.items()},
-        "scale_dtype": sorted({str(module.k_scale.dtype).removeprefix("torch.") for module in attention.values()}),
-    }
+    return {"scales": {name: {kind: float(getattr(module, f"{kind}_scale")) for kind in "kv"} for name, module in attention.items()}}
 
 
 def _batches(path: str) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError
 
 from calibrate.artefact import SERVE_FILE, read_header
 from calibrate.checkpoint.card import vllm_flags
@@ -24,7 +24,7 @@ class Serving(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
-    kv_cache_dtype_skip_layers: tuple[int, ...] = Field((), strict=True)
+    kv_cache_dtype_skip_layers: tuple[StrictInt, ...] = ()
     model_impl: str | None = Field(None, pattern="^transformers$")
 
     def arguments(self) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """TurboQuant as vLLM runs it: Hadamard-rotated keys on Lloyd-Max levels with their norm, uniform values, the ends of the model in 16 bits."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,7 @@ from calibrate.kvarn.hadamard import block_size, rotate
 from calibrate.lowbit import sizes
 from calibrate.lowbit.base import LowBitFormat, half
 from calibrate.lowbit.lloydmax import lloyd_max, nearest
+from calibrate.model import AttentionLayer
 from calibrate.scales import FORMATS
 
 _LEAST_SCALE = 1e-8
@@ -30,11 +32,14 @@ class TurboQuant(LowBitFormat):
     key_bits: int
     value_bits: int
 
+    def check(self, layers: Sequence[AttentionLayer]) -> None:
+        for layer in layers if self.key_bits < 8 else ():
+            if block_size(layer.head_dim) != layer.head_dim:
+                raise UsageError(f"{self.name} needs heads of a power of two channels, as vLLM does, and {layer.module} has {layer.head_dim}")
+
     def encode_key(self, tile: torch.Tensor) -> KeyCodes:
         """Of float32 [..., dim]."""
         dim = tile.shape[-1]
-        if block_size(dim) != dim:
-            raise UsageError(f"{self.name} needs a head of a power of two channels, as vLLM's kernel does, not {dim}")
         norm = tile.norm(dim=-1, keepdim=True)
         return KeyCodes(nearest(rotate(tile / (norm + 1e-8)), _levels(self.key_bits, dim, tile.device)), half(norm))
 

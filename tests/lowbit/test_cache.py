@@ -25,7 +25,7 @@ GROUPED = ["kivi_2bit", "gear_2bit", "kvarn_k2v2_g128", "kvarn_k4v2_g64"]
 
 @pytest.fixture(scope="module")
 def model():
-    return tiny_model("llama", num_hidden_layers=6)
+    return tiny_model("llama", num_hidden_layers=6, head_dim=64)
 
 
 def new_cache(model, fmt) -> LowBitCache:

@@ -8,9 +8,11 @@ import torch
 
 from calibrate.errors import UsageError
 from calibrate.kvarn.hadamard import rotate
-from calibrate.lowbit import FORMATS, make_format
+from calibrate.lowbit import FORMATS, Placement, make_format
 from calibrate.lowbit.integer import transform
 from calibrate.lowbit.lloydmax import lloyd_max, nearest
+from calibrate.model import probe_layout
+from tests.tiny import tiny_model
 
 READY = [name for name in FORMATS if "+" not in name and name != "additive"]
 
@@ -102,9 +104,18 @@ def test_kivi_keys_survive_an_outlier_channel_and_values_do_not():
     assert error(fmt.value(x, 0, 0)[..., others], x[..., others]) > 0.9
 
 
-def test_kivi_refuses_heads_that_do_not_divide():
-    with pytest.raises(UsageError, match="32 channels of V, and 80"):
-        make_format("kivi_2bit").value(gaussian(1, 1, 128, 80), 0, 0)
+@pytest.mark.parametrize(
+    ("name", "dim", "message"),
+    [
+        ("kivi_2bit", 80, "32 channels of V, and the 80"),
+        ("gear_2bit", 96, "64 channels of V, and the 96"),
+        ("turboquant_3bit_nc", 96, "power of two"),
+    ],
+)
+def test_heads_that_a_method_cannot_divide_are_refused_at_once(name, dim, message):
+    model = tiny_model("llama", head_dim=dim, num_hidden_layers=6)
+    with pytest.raises(UsageError, match=message):
+        Placement(probe_layout(model), make_format(name), torch.bfloat16, model.config)
 
 
 @pytest.mark.parametrize(("name", "bits", "share"), [("gear_4bit", 4, None), ("gear_2bit", 2, 64)])
@@ -156,11 +167,6 @@ def test_turboquant_recomputed(name, bits, value_bits):
         low, scale = vector.min(), (vector.max() - vector.min()) / (2**value_bits - 1)
         codes = np.floor((vector - low) / scale + 0.5)
         np.testing.assert_allclose(got.numpy(), codes * float(np.float16(scale)) + float(np.float16(low)), atol=1e-4)
-
-
-def test_turboquant_refuses_other_heads():
-    with pytest.raises(UsageError, match="power of two channels"):
-        make_format("turboquant_3bit_nc").key(gaussian(1, 1, 4, 96), 0, 0)
 
 
 def test_turboquant_saturates_its_fp8_keys():

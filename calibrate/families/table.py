@@ -10,16 +10,19 @@ from calibrate.errors import UsageError
 from calibrate.families.check import GRANULARITIES, Row
 
 BEGIN, END = "<!-- families: begin, written by `make families` -->", "<!-- families: end -->"
+_COUNTED = {"refused": "refused", "not checked": "not checked here", "failed": "failed"}
 _SAYS = {"loads": "yes", "refused": "no", "not checked": "not checked", "failed": "**failed**"}
 
 
 def markdown(rows: Sequence[Row]) -> str:
     """The table, between its markers: a line for each model type, with the versions that it was checked with."""
     types = list(dict.fromkeys((row.family, row.model_type) for row in rows))
-    loads = {(row.family, row.model_type) for row in rows if row.outcome == "loads"}
-    families = {family for family, _ in loads}
+    outcomes = {one: {row.outcome for row in rows if (row.family, row.model_type) == one} for one in types}
+    loads = [one for one, found in outcomes.items() if found == {"loads"}]
+    others = {say: sum(outcome in found for found in outcomes.values()) for outcome, say in _COUNTED.items()}
+    rest = "".join(f", {number} {say}" for say, number in others.items() if number)
     versions = f"{vllm_distribution()}, transformers {version('transformers')}"
-    head = f"{len(loads)} model types of {len(families)} families load, of {len(types)} checked; {versions}."
+    head = f"{len(loads)} model types of {len({family for family, _ in loads})} families load{rest}; {versions}."
     lines = [BEGIN, head, "", "| family | model type | per tensor | per head | scales compared | why not |", "|---|---|---|---|---|---|"]
     for family, kind in types:
         found = {row.granularity: row for row in rows if (row.family, row.model_type) == (family, kind)}

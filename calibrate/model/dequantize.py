@@ -7,6 +7,8 @@ from contextlib import contextmanager
 import torch
 from compressed_tensors.compressors import decompress_module
 from compressed_tensors.compressors.model_compressors import model_compressor
+from compressed_tensors.quantization import QuantizationScheme, QuantizationStatus
+from compressed_tensors.quantization.lifecycle.forward import dequantize
 from transformers import PreTrainedModel
 
 from calibrate.model.source import SourceCheckpoint
@@ -35,6 +37,12 @@ def quiet_compressed_tensors() -> Iterator[None]:
         model_compressor.tqdm = bar
 
 
+def dequantize_blocks(weight: torch.Tensor, scale: torch.Tensor, scheme: QuantizationScheme) -> torch.Tensor:
+    """FP8 [out, in] with a scale a block, in the scale's type. compressed-tensors' decompression takes a block's size from the number of blocks,
+    which is wrong where they do not divide the shape; its dequantization takes it from the scheme, and the last ones are smaller."""
+    return dequantize(weight, scale, args=scheme.weights, dtype=scale.dtype)
+
+
 def dequantize_model(model: PreTrainedModel, stored: torch.dtype, dtype: torch.dtype) -> None:
     """Replace compressed weights by what they mean, in `dtype`; activations are still quantized as the scheme says.
 
@@ -48,9 +56,13 @@ def dequantize_model(model: PreTrainedModel, stored: torch.dtype, dtype: torch.d
         scheme = getattr(module, "quantization_scheme", None)
         if scheme is None:
             continue
-        if module.quantization_status == "compressed":
-            decompress_module(module)
-        weight = module.weight.data
+        if scheme.weights is not None and scheme.weights.strategy == "block":
+            weight = dequantize_blocks(module.weight.data, module.weight_scale.data, scheme)
+            module.quantization_status = QuantizationStatus.DECOMPRESSED
+        else:
+            if module.quantization_status == QuantizationStatus.COMPRESSED:
+                decompress_module(module)
+            weight = module.weight.data
         if scheme.weights is not None and scheme.weights.type == "int" and scheme.input_activations is None:
             weight = weight.to(stored)
         module.weight.data = weight.to(dtype)

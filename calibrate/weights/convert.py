@@ -16,6 +16,7 @@ from calibrate.artefact import write_json
 from calibrate.checkpoint.place import check_target, folder_in_the_making
 from calibrate.errors import CheckFailed, UsageError
 from calibrate.model import SourceCheckpoint
+from calibrate.model.dequantize import dequantize_blocks
 from calibrate.model.source import INDEX_FILE
 from calibrate.model.weights import EARLIER_SCALES
 from calibrate.progress import Meter, meter, note
@@ -169,7 +170,10 @@ def _convert(module: str, weights: _Weights, plan: _Plan) -> dict[str, torch.Ten
     tensors = weights.module(plan.modules[module])
     made = plan.form.convert(tensors, plan.scheme)
     before = plan.form.dequantize(tensors)
-    after = BaseCompressor.get_value_from_registry(plan.scheme.format).decompress(made, plan.scheme)["weight"]
+    if plan.scheme.weights.strategy == "block":
+        after = dequantize_blocks(made["weight"], made["weight_scale"], plan.scheme)
+    else:
+        after = BaseCompressor.get_value_from_registry(plan.scheme.format).decompress(made, plan.scheme)["weight"]
     if before.dtype != after.dtype or before.shape != after.shape or not torch.equal(_bits(before), _bits(after)):
         raise CheckFailed(f"{module} would not have the same weights as compressed-tensors: nothing was written; please report this checkpoint")
     return made

@@ -42,11 +42,8 @@ class Fp8:
             raise UsageError(
                 f"{module}: {list(scale.shape)} scales, and no weight_block_size in the config: only one a tensor, or blocks, are converted"
             )
-        if self.block is not None and list(scale.shape) != [size // block for size, block in zip(shape, self.block, strict=True)]:
-            # compressed-tensors infers a block's size by division, and transformers would compute other weights than vLLM
-            raise UsageError(
-                f"{module}: its shape {shape} does not divide into blocks of {self.block}, which transformers cannot load: use the original"
-            )
+        if self.block is not None and list(scale.shape) != [-(-size // block) for size, block in zip(shape, self.block, strict=True)]:
+            raise UsageError(f"{module}: {list(scale.shape)} scales are not those of {shape} in blocks of {self.block}: the checkpoint is damaged")
         return Facts()
 
     def scheme(self, facts: Facts) -> QuantizationScheme:
@@ -70,7 +67,10 @@ class Fp8:
     def dequantize(self, tensors: Tensors) -> torch.Tensor:
         weight, scale = tensors["weight"], self._scale(tensors)
         if self.block:
-            scale = scale.repeat_interleave(self.block[0], 0).repeat_interleave(self.block[1], 1)
+            rows, columns = weight.shape
+            scale = scale.repeat_interleave(self.block[0], 0)[:rows].repeat_interleave(self.block[1], 1)[
+                :, :columns
+            ]  # the last blocks may be smaller
         return weight.to(scale.dtype) * scale
 
     def _scale(self, tensors: Tensors) -> torch.Tensor:

@@ -10,7 +10,7 @@ from compressed_tensors.quantization import QuantizationConfig, QuantizationSche
 from safetensors.torch import load_file
 
 from tests.tiny import tiny_checkpoint
-from tests.weights.foreign import SHAPE, linears, rewrite
+from tests.weights.foreign import SHAPE, block_scales, linears, rewrite
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 _INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
@@ -18,10 +18,13 @@ _FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
 _FP4 = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16, "scale_dtype": "torch.float8_e4m3fn"}
 _PACKED, _FLOAT, _INT = "pack-quantized", "float-quantized", "int-quantized"
 _FP8_DYNAMIC = {"weights": _FP8 | {"strategy": "channel"}, "input_activations": _FP8 | {"strategy": "token", "dynamic": True}, "format": _FLOAT}
+_FP8_BLOCK = {"input_activations": _FP8 | {"strategy": "group", "group_size": 64, "dynamic": True}, "format": _FLOAT}
 # name → target → scheme
 SCHEMES: dict[str, dict[str, dict]] = {
     "fp8-dynamic": {"Linear": _FP8_DYNAMIC},
     "fp8-static": {"Linear": {"weights": _FP8 | {"strategy": "tensor"}, "input_activations": _FP8 | {"strategy": "tensor"}, "format": _FLOAT}},
+    "fp8-block": {"Linear": _FP8_BLOCK | {"weights": _FP8 | {"strategy": "block", "block_structure": [64, 64]}}},
+    "fp8-odd-block": {"Linear": _FP8_BLOCK | {"weights": _FP8 | {"strategy": "block", "block_structure": [48, 96]}}},
     "w8a8": {
         "Linear": {
             "weights": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"},
@@ -76,7 +79,7 @@ def _parameters(weight: torch.Tensor, scheme: QuantizationScheme, dtype: torch.d
         state["weight_g_idx"][order] = torch.arange(columns, dtype=torch.int32) // weights.group_size
         values = values[:, torch.argsort(state["weight_g_idx"])]
     amax = {"tensor": lambda: values.abs().amax()[None], "channel": lambda: values.abs().amax(1, keepdim=True)}.get(
-        str(weights.strategy), lambda: values.reshape(len(values), -1, weights.group_size).abs().amax(2)
+        str(weights.strategy), lambda: None if weights.strategy == "block" else values.reshape(len(values), -1, weights.group_size).abs().amax(2)
     )()
     if weights.type == "float" and weights.num_bits == 4:
         state["weight_global_scale"] = whole = 448 * 6 / values.abs().amax()[None]
@@ -84,7 +87,7 @@ def _parameters(weight: torch.Tensor, scheme: QuantizationScheme, dtype: torch.d
         state["input_global_scale"] = torch.tensor([150.0 + seed])
         return state
     largest = 448 if weights.type == "float" else (1 << (weights.num_bits - 1)) - 1
-    state["weight_scale"] = (amax / largest).to(dtype)
+    state["weight_scale"] = (block_scales(weight, weights.block_structure) if weights.strategy == "block" else amax / largest).to(dtype)
     if not weights.symmetric:
         state["weight_zero_point"] = torch.from_numpy(np.random.default_rng(seed).integers(-3, 4, amax.shape)).to(torch.int8)
     if inputs is not None and not inputs.dynamic:
@@ -113,7 +116,8 @@ def meant(tensors: dict[str, torch.Tensor], module: str, group: dict) -> torch.T
         scale = scale.float()
     if weights["type"] == "float" or group["format"] == _INT:
         if weights["strategy"] == "block":
-            scale = torch.from_numpy(np.kron(scale.numpy(), np.ones(weights["block_structure"], np.float32)))
+            rows, columns = part("weight").shape
+            scale = torch.from_numpy(np.kron(scale.numpy(), np.ones(weights["block_structure"], np.float32))[:rows, :columns])
         return part("weight").to(scale.dtype) * scale
     rows, columns = part("weight_shape").tolist()
     codes = unpacked(part("weight_packed"), weights["num_bits"], columns)
@@ -135,6 +139,10 @@ def quantized_input(x: torch.Tensor, inputs: dict, static: torch.Tensor | None) 
         code = torch.bucketize(size, bounds) + ((size == bounds[:, None, None, None, None]).any(0) & (torch.bucketize(size, bounds) % 2 == 1))
         return (E2M1[code] * runs.sign() * scale).flatten(-2)
     largest = 448 if inputs["type"] == "float" else 127.5
+    if inputs["strategy"] == "group":
+        runs = x.unflatten(-1, (-1, inputs["group_size"]))
+        scale = runs.abs().amax(-1, keepdim=True) / largest
+        return ((runs / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale).flatten(-2)
     scale = static if not inputs["dynamic"] else x.abs().amax(-1, keepdim=True) / largest
     if inputs["type"] == "float":
         return (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale

@@ -121,17 +121,17 @@ def gptq(
     return made
 
 
-def fp8(path: Path, *, block: bool = False, static: bool = False, dtype: torch.dtype = torch.bfloat16, **config) -> Foreign:
-    """One scale a tensor (AutoFP8), or one a block of 64 × 64 (DeepSeek's form)."""
+def fp8(path: Path, *, block: tuple[int, int] | None = None, static: bool = False, dtype: torch.dtype = torch.bfloat16, **config) -> Foreign:
+    """One scale a tensor (AutoFP8), or one a block (DeepSeek's form), the last ones smaller where they do not divide the shape."""
     tensors = _source(path, dtype)
     made = Foreign(path)
     for number, module in enumerate(linears(tensors)):
         weight = tensors.pop(f"{module}.weight").float()
         if block:
-            rows, columns = weight.shape[0] // 64, weight.shape[1] // 64
-            scale = weight.reshape(rows, 64, columns, 64).abs().amax((1, 3)) / 448
-            whole = scale[:, None, :, None].expand(rows, 64, columns, 64).reshape(weight.shape)
-            tensors[f"{module}.weight_scale_inv"] = scale
+            tensors[f"{module}.weight_scale_inv"] = scale = block_scales(weight, block)
+            whole = torch.empty_like(weight)
+            for row, column in np.ndindex(*weight.shape):
+                whole[row, column] = scale[row // block[0], column // block[1]]
         else:
             scale = whole = weight.abs().max() / 448
             tensors[f"{module}.weight_scale"] = scale
@@ -139,10 +139,16 @@ def fp8(path: Path, *, block: bool = False, static: bool = False, dtype: torch.d
         made.weights[module] = stored.float() * whole
         if static:
             tensors[f"{module}.input_scale"] = torch.tensor(0.01 + number / 1000)
-    blocks = {"weight_block_size": [64, 64]} if block else {}
+    blocks = {"weight_block_size": list(block)} if block else {}
     settings = {"quant_method": "fp8", "activation_scheme": "static" if static else "dynamic", **blocks}
     rewrite(path, path, tensors, quantization_config=settings | config)
     return made
+
+
+def block_scales(weight: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """Largest magnitude of each block over 448, fp32."""
+    rows = [part.abs().amax(0) for part in weight.float().split(block[0])]
+    return torch.stack([torch.stack([part.amax() for part in row.split(block[1])]) for row in rows]) / 448
 
 
 def edit_tensors(path: Path, edit) -> None:

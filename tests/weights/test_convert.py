@@ -32,7 +32,8 @@ CASES = {
     "gptq-ordered-asymmetric": lambda path: foreign.gptq(path, desc_act=True, symmetric=False, bits=8),
     "fp8": lambda path: foreign.fp8(path),
     "fp8-static": lambda path: foreign.fp8(path, static=True),
-    "fp8-block": lambda path: foreign.fp8(path, block=True),
+    "fp8-block": lambda path: foreign.fp8(path, block=(64, 64)),
+    "fp8-odd-block": lambda path: foreign.fp8(path, block=(48, 96)),
 }
 
 
@@ -149,7 +150,7 @@ REFUSED = {
     "lm_head": (lambda path: foreign.gptq(path, lm_head=True), None, "lm_head"),
     "wrong group": (foreign.gptq, lambda tensors: tensors.update({f"{UP}.scales": torch.ones(3, 256)}), "whole groups"),
     "fp8 no scale": (foreign.fp8, lambda tensors: tensors.pop(f"{UP}.weight_scale"), "no weight_scale"),
-    "fp8 odd block": (lambda path: foreign.fp8(path, block=True, weight_block_size=[96, 64]), None, "blocks"),
+    "fp8 other block": (lambda path: foreign.fp8(path, block=(64, 64), weight_block_size=[32, 64]), None, "are not those of"),
     "fp8 e5m2": (lambda path: foreign.fp8(path, fmt="e5m2"), None, "e4m3"),
     "nothing packed": (lambda path: _settings(path, quant_method="fp8"), None, "holds no weight of that format"),
     "other method": (lambda path: foreign.awq(path, quant_method="bitsandbytes"), None, "bitsandbytes"),

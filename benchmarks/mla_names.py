@@ -1,6 +1,6 @@
 """Under which names, in which form, does vLLM load KV scales of multi-head latent attention? Every plausible one is tried on real vLLM.
 
-    .venv/bin/python -m benchmarks.mla_names                 # the table of docs/observation.md, about five minutes on two cores
+    .venv/bin/python -m benchmarks.mla_names                 # the table of docs/architectures.md, about five minutes on two cores
     .venv/bin/python -m benchmarks.mla_names --families deepseek_v3 --impls auto
 
 A tiny random model of each family gets scales that are all different from 1.0 and from each other, under one name in one form, and goes

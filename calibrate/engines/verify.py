@@ -63,6 +63,7 @@ def verify_checkpoint(
         kv_cache_dtype = choice.kv_cache_dtype
         notes += [choice.note] if choice.note else []
     check_looked_at(config, kv_cache_dtype, notes)
+    _check_latent(config, kv_cache_dtype, cuda)
     note(f"starting {engine} on {checkpoint} (kv_cache_dtype {kv_cache_dtype}, {tensor_parallel_size} rank(s)); this takes about a minute")
     job = _job(checkpoint, config, tensor_parallel_size, kv_cache_dtype) | {"not_run": too_slow_to_run(config, cuda)}
     result, failed = run_child("calibrate.engines.vllm_child", job, timeout, engine_env(tensor_parallel_size, cuda))
@@ -103,6 +104,14 @@ def form_notes(config: dict[str, Any], scales: Mapping[str, np.ndarray], ranks: 
         f"ModelOpt's form: vLLM keeps its scales in {dtype}; they equal the file's after that rounding, which changes {moved} of {len(scales)}",
         f"it has no q scales: vLLM holds {', '.join(f'{value:g}' for value in held) or 'none'} for q",
     ]
+
+
+def _check_latent(config: dict[str, Any], kv_cache_dtype: str, cuda: bool) -> None:
+    """Raise HostError for an FP8 cache of latent attention on a CPU, which vLLM loads and then cannot run."""
+    from calibrate.model.support import is_latent  # here: it brings transformers, which this room's children do without
+
+    if is_latent(config) and kv_cache_dtype.startswith("fp8") and not cuda:
+        raise HostError("vLLM's CPU backend runs no FP8 cache of multi-head latent attention: verify on a CUDA host")
 
 
 def _check_heads(config: dict[str, Any], tensor_parallel_size: int) -> None:

@@ -124,7 +124,7 @@ class SourceCheckpoint:
         if is_latent(self.config):
             raise UsageError(
                 f"{self.path}: {unsupported(self.config)}; `kv-calibrate collect` and `solve` work, and `export --format modelopt` writes what "
-                "its Transformers backend loads (docs/observation.md)"
+                "its Transformers backend loads (docs/architectures.md)"
             )
         if reason := unsupported(self.config):
             raise UsageError(f"{self.path}: {reason}; `kv-calibrate collect` and `solve` work, writing for vLLM does not")

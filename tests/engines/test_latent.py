@@ -10,8 +10,8 @@ from benchmarks.mla_names import FAMILIES, try_names
 from calibrate.checkpoint import write_checkpoint
 from calibrate.checkpoint.exports import FORMATS, ExportOptions, open_given
 from calibrate.collect import collect
-from calibrate.engines import load_scales
-from calibrate.errors import UsageError
+from calibrate.engines import load_scales, verify_checkpoint
+from calibrate.errors import HostError, UsageError
 from calibrate.families.tiny import tiny_checkpoint, tiny_config
 from calibrate.model import SourceCheckpoint
 from calibrate.scales import PolicyOptions, solve
@@ -92,6 +92,8 @@ def test_vllm_holds_what_export_wrote(source, statistics, tmp_path):
     (readback,) = load_scales([exported.path])
     assert readback.ok, (readback.error, readback.failures)
     assert len(readback.rows) == 2 * len(scales.layers)
+    with pytest.raises(HostError, match="CPU backend runs no FP8 cache of multi-head latent attention"):
+        verify_checkpoint(exported.path)
     (exported.path / "kv_calibration" / "serve.json").unlink()  # vLLM's own model code, as it would be without being told
     (dropped,) = load_scales([exported.path])
     assert {row.reason for row in dropped.failures} == {"not loaded (stayed 1.0)"}

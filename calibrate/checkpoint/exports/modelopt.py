@@ -27,7 +27,7 @@ _NAME = "modelopt"
 _MAPPED = re.compile(r"\.(self_attn|mixer)$")
 _LATENT = (
     "multi-head latent attention: serve it with --model-impl transformers; vLLM's own model code drops these scales in silence and runs at 1.0 "
-    "(docs/observation.md); TensorRT-LLM and SGLang were not tried"
+    "(docs/architectures.md); TensorRT-LLM and SGLang were not tried"
 )
 _PRODUCER = {"name": "kv-calibrate", "version": calibrate.__version__}
 _USE = Use(

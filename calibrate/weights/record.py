@@ -21,4 +21,4 @@ def made_of(folder: Path) -> dict[str, Any] | None:
         record = json.loads((folder / WEIGHTS_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return record["made"] if isinstance(record, dict) and record.get("schema") == SCHEMA else None
+    return record.get("made") if isinstance(record, dict) and record.get("schema") == SCHEMA else None

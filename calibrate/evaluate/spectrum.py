@@ -42,10 +42,11 @@ DEFAULT_FORMATS = (
     "gear_2bit",
     "kvarn_k4v4_g128",
     "kvarn_k4v2_g128",
-    "kvarn_k4v2_g128+prescale",
+    "kvarn_k4v2_g128+mean",
     "kvarn_k4v2_g64",
     "kvarn_k2v2_g128",
     "kvarn_k2v2_g128+prescale",
+    "kvarn_k2v2_g128+mean",
     "additive",
 )
 _CONTEXT = 32768  # tokens for which bytes a token are given, or the model's own limit

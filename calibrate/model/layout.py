@@ -74,6 +74,14 @@ class _Probe:
         self.written: dict[int, dict[str, Any]] = {}
         self.called: list[dict[str, Any]] = []
 
+    def name(self, module: nn.Module, index: int) -> str:
+        """Path of the module in the model. Raises UsageError where it is no part of it: nothing could be said of such a layer by name."""
+        if module not in self.names:
+            raise UsageError(
+                f"layer {index} is computed by a {type(module).__name__} that the model makes while it runs: it has no name to write under"
+            )
+        return self.names[module]
+
     def on_update(self, index: int, key: torch.Tensor, value: torch.Tensor) -> None:
         found = writing_frame(sys._getframe(2))
         if found is None:
@@ -113,7 +121,7 @@ def probe_layout(model: PreTrainedModel) -> CacheLayout:
         key, value = probe.written[target]["key"], probe.written[target]["value"]
         return AttentionLayer(
             index=index,
-            module=probe.names[module],
+            module=probe.name(module, index),
             target=target,
             num_heads=query.shape[1],
             num_key_value_heads=key.shape[1],
@@ -158,5 +166,5 @@ def _check_complete(probe: _Probe, layers: list[AttentionLayer]) -> None:
     lost = set(probe.written) - {layer.index for layer in layers}
     if lost:
         index = min(lost)
-        name = probe.names[probe.written[index]["module"]]
+        name = probe.name(probe.written[index]["module"], index)
         raise UsageError(f"layer {index} ({name}) writes a cache, but its Q is handed to no attention interface and cannot be observed")

@@ -1,4 +1,4 @@
-"""Tiny vision-language checkpoints in the hub's spelling, which recipes do not carry: their config fields, and how to save them."""
+"""Tiny checkpoints of architectures that no recipe carries, vision-language ones in the hub's spelling: their config fields, and how to save them."""
 
 import json
 from pathlib import Path
@@ -29,6 +29,17 @@ _SHARED = {
     "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 256,
 }  # fmt: skip
 
+# keys and values of different size, and KV heads that differ per layer
+MIXED = {
+    "mimo_v2_flash": {
+        "vocab_size": 256, "hidden_size": 128, "intermediate_size": 96, "moe_intermediate_size": 32, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 64, "v_head_dim": 32, "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 2, "swa_head_dim": 64, "swa_v_head_dim": 32, "sliding_window": 16, "sliding_window_size": 16,
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "max_position_embeddings": 512, "bos_token_id": 1,
+        "eos_token_id": 2, "pad_token_id": 0, "layer_types": ["full_attention", "sliding_attention"] * 2, "hybrid_layer_pattern": [0, 1, 0, 1],
+        "moe_layer_freq": [0, 1, 1, 1], "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"], "layernorm_epsilon": 1e-5,
+    },
+}  # fmt: skip
 # model type → fields of its config
 VISION_LANGUAGE: dict[str, dict] = {
     "idefics3": {"text_config": _TEXT | {"model_type": "llama"}, "vision_config": _TOWER, "image_token_id": 250, "scale_factor": 1},

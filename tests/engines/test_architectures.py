@@ -10,10 +10,12 @@ from calibrate.checkpoint import write_checkpoint
 from calibrate.checkpoint.write import Written
 from calibrate.collect import collect
 from calibrate.engines import Readback, load_scales
+from calibrate.families.tiny import tiny_checkpoint as save_tiny
+from calibrate.families.tiny import tiny_config
 from calibrate.model import SourceCheckpoint
-from calibrate.scales import PolicyOptions, solve
+from calibrate.scales import PolicyOptions, Scales, solve
 from tests.conftest import collect_run, rows_corpus
-from tests.engines.architectures import NEED_TORCHVISION, VISION_LANGUAGE, vision_language_checkpoint
+from tests.engines.architectures import MIXED, NEED_TORCHVISION, VISION_LANGUAGE, vision_language_checkpoint
 from tests.tiny import tiny_checkpoint
 
 # model type → the tensor of layer 1 (of an attention layer in hybrids) that vLLM must find
@@ -63,7 +65,7 @@ PER_HEAD = (
 )
 SKIPPED = "gemma3n_text, sliding layers in 16 bits"
 TORCHVISION = importlib.util.find_spec("torchvision") is not None
-NAMES = [*TEXT, *(f"{name}, per head" for name in PER_HEAD), *VISION_LANGUAGE, SKIPPED]
+NAMES = [*TEXT, *(f"{name}, per head" for name in PER_HEAD), *VISION_LANGUAGE, *MIXED, SKIPPED]
 
 
 def _written(folder, name: str) -> Written:
@@ -71,6 +73,8 @@ def _written(folder, name: str) -> Written:
     source = folder / f"{name}-source"
     if model_type in VISION_LANGUAGE:
         vision_language_checkpoint(source, model_type)
+    elif model_type in MIXED:
+        save_tiny(source, tiny_config(model_type, MIXED[model_type]))
     else:
         tiny_checkpoint(source, model_type)
     statistics = collect(collect_run(source, rows_corpus([14, 15], vocab=240)))
@@ -105,6 +109,12 @@ def test_vllm_holds_every_scale_that_was_written(written, readbacks, name):
 @pytest.mark.parametrize("name", TEXT)
 def test_the_name_is_the_one_that_vllm_looks_up(written, name):
     assert TEXT[name] in written[name].tensors
+
+
+def test_heads_and_sizes_that_differ_are_seen_as_they_are(written):
+    kept = Scales.load(written["mimo_v2_flash"].path / "kv_calibration" / "scales.safetensors")
+    shapes = [(one["num_key_value_heads"], one["head_dim"], one["value_head_dim"], one["sliding_window"]) for one in kept.layout["layers"]]
+    assert shapes == [(1, 64, 32, None), (2, 64, 32, 16)] * 2
 
 
 def test_a_reader_gets_its_targets_scales(written):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from calibrate.errors import UsageError
-from calibrate.model import SourceCheckpoint
+from calibrate.model import SourceCheckpoint, probe_layout
 from calibrate.model.support import LATENT_REASON, NO_QUANT_CONFIG_REASON, OTHER_CACHE_REASON, WITHOUT_QUANT_CONFIG, unsupported
 from tests.tiny import FAMILIES, edit_config, tiny_checkpoint
 
@@ -82,3 +82,13 @@ def test_refused_by_name_before_any_work(tmp_path, model_type):
     edit_config(source, model_type=model_type, architectures=["LlamaForCausalLM"])
     with pytest.raises(UsageError, match=rf"source: {model_type}: vLLM builds its attention without a quantization config.*`kv-calibrate collect`"):
         SourceCheckpoint.open(source).check_can_carry_scales()
+
+
+def test_attention_that_is_no_part_of_the_model_is_one_line():
+    """BigBird makes its attention modules anew while it runs."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("big_bird", is_decoder=True, **sizes))
+    with pytest.raises(UsageError, match=r"layer 0 is computed by a BigBirdSelfAttention that the model makes while it runs"):
+        probe_layout(model.eval())

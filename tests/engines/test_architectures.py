@@ -9,7 +9,7 @@ import pytest
 from calibrate.checkpoint import write_checkpoint
 from calibrate.checkpoint.write import Written
 from calibrate.collect import collect
-from calibrate.engines import Readback, load_scales
+from calibrate.engines import Readback, load_scales, verify_checkpoint
 from calibrate.families.tiny import tiny_checkpoint as save_tiny
 from calibrate.families.tiny import tiny_config
 from calibrate.model import SourceCheckpoint
@@ -145,3 +145,14 @@ def test_skipped_layers_keep_16_bits_and_hold_their_scales_all_the_same(written,
     assert written[SKIPPED].serve == {"kv_cache_dtype_skip_layers": [0, 2, 4]}
     assert len(readbacks[SKIPPED].rows) == 18
     assert readbacks[SKIPPED].ok
+
+
+@pytest.mark.vllm
+@pytest.mark.fp8_cpu
+@pytest.mark.parametrize(("name", "note"), [(SKIPPED, "3 layers keep another cache dtype than fp8"), ("falcon_h1", "vLLM generated 4 tokens")])
+def test_vllm_runs_shared_caches_with_16_bit_layers_and_a_hybrid(written, name, note):
+    """The whole engine with an FP8 cache: readers of another's cache, sliding layers in 16 bits; recurrent layers beside attention."""
+    readback = verify_checkpoint(written[name].path)
+    assert readback.ok, (readback.error, readback.failures[:3])
+    assert readback.kv_cache_dtype == "fp8"
+    assert any(note in one for one in readback.notes), readback.notes

@@ -11,7 +11,7 @@ from calibrate.artefact import SERVE_FILE
 from calibrate.checkpoint import write_checkpoint
 from calibrate.cli import main
 from calibrate.collect import collect
-from calibrate.engines import unlisted, verify_checkpoint
+from calibrate.engines import unlisted
 from calibrate.engines.serving import Serving, misplaced, other_heads, serving
 from calibrate.engines.session import Variant
 from calibrate.engines.transformers_engine import TransformersEngine
@@ -95,10 +95,6 @@ def test_the_emulated_cache_leaves_the_layer_alone(skipping):
 @pytest.mark.vllm
 @pytest.mark.fp8_cpu
 def test_vllm_keeps_the_layer_in_16_bits_and_runs(skipping, tmp_path):
-    readback = verify_checkpoint(skipping.path)
-    assert readback.ok, (readback.error, readback.failures)
-    assert readback.kv_cache_dtype == "fp8"
-    assert any("1 layers keep another cache dtype than fp8, first model.layers.1.self_attn.attn" in note for note in readback.notes)
     scales = Scales.load(skipping.path / "kv_calibration" / "scales.safetensors")
     engine = VllmEngine(source=SourceCheckpoint.open(skipping.path), folder=tmp_path, overlay=lambda variant, place: skipping.path, max_model_len=64)
     with engine.session(Variant("calibrated", scales)) as session:

@@ -54,7 +54,7 @@ class _Lines:
         self._told = now
         rate = (self._done - self._before) / max(now - self._start, 1e-9)
         left = (self._total - self._done) / max(rate, 1e-9)
-        note(f"{self._label} {self._done:,}/{self._total:,} {self._unit}, {rate:,.0f}/s, {left:,.0f} s left")
+        note(f"{self._label} {self._done:,}/{self._total:,} {self._unit}, {rate:,.{0 if rate >= 1 else 2}f}/s, {left:,.0f} s left")
 
 
 @contextmanager

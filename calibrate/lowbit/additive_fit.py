@@ -11,6 +11,7 @@ import torch
 from calibrate.errors import UsageError
 from calibrate.lowbit.additive import CODES, ENTRIES, GROUP, Codebooks, LayerCodebooks, key_codewords, key_groups, nearest_code, take, value_groups
 from calibrate.lowbit.rope import as_complex, as_real
+from calibrate.progress import meter
 
 _ROUNDS = 12
 _SOFT_ROUNDS = 6  # with soft assignments, ever harder; hard ones after that
@@ -43,16 +44,22 @@ def fit_codebooks(samples: Mapping[int, Samples], bits: int, *, seed: int = 0, o
     """
     stages = bits * GROUP // 8
     layers = {}
-    for index, sample in samples.items():
+    for sample in samples.values():
         if len(sample.positions) < CODES:
             raise UsageError(f"{len(sample.positions)} tokens cannot fit a book of {CODES} codes: give more text")
         if sample.keys.shape[-1] % GROUP or sample.values.shape[-1] % GROUP:
             raise UsageError(f"heads of {sample.keys.shape[-1]} channels are no multiple of {GROUP}: additive codebooks cannot be fitted")
-        generator = torch.Generator().manual_seed(seed + index)
-        key, value = key_groups(_unit(_before_rope(sample))), value_groups(_unit(sample.values.movedim(0, 1)))  # [kv_heads, groups, tokens, GROUP]
-        tables = _fit(key, stages, generator, _key_start, _key_step, key_codewords)
-        books = _fit(value, stages, generator, _value_start, _value_step, lambda book: book)
-        layers[index] = LayerCodebooks(tables.numpy(), books.numpy(), sample.frequencies)
+    with meter("fitting codebooks", len(samples), "layers") as progress:
+        for index, sample in samples.items():
+            generator = torch.Generator().manual_seed(seed + index)
+            key, value = (
+                key_groups(_unit(_before_rope(sample))),
+                value_groups(_unit(sample.values.movedim(0, 1))),
+            )  # [kv_heads, groups, tokens, GROUP]
+            tables = _fit(key, stages, generator, _key_start, _key_step, key_codewords)
+            books = _fit(value, stages, generator, _value_start, _value_step, lambda book: book)
+            layers[index] = LayerCodebooks(tables.numpy(), books.numpy(), sample.frequencies)
+            progress.advance(1)
     return Codebooks(layers, dict(origin or {}) | {"bits": bits, "seed": seed})
 
 

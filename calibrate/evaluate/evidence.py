@@ -9,6 +9,7 @@ from calibrate.artefact import sha256_file
 from calibrate.engines.readback import Readback
 from calibrate.errors import UsageError
 from calibrate.evaluate.results import FOLDER, CompareResult, Data, NeedleResult, ReasoningResult, Subject, load, save
+from calibrate.evaluate.spectrum_result import SpectrumResult
 from calibrate.model import SourceCheckpoint
 from calibrate.model.source import SCALES_FILE
 from calibrate.progress import note
@@ -16,7 +17,7 @@ from calibrate.progress import note
 PROVENANCE = "kv_calibration/provenance.json"
 READBACK_FILE = "readback.json"
 ENGINES = ("vllm", "transformers")
-KINDS: dict[str, type[Data]] = {"compare": CompareResult, "niah": NeedleResult, "reasoning": ReasoningResult}
+KINDS: dict[str, type[Data]] = {"compare": CompareResult, "niah": NeedleResult, "reasoning": ReasoningResult, "formats": SpectrumResult}
 
 
 class ReadbackResult(Data):
@@ -44,7 +45,7 @@ class Evidence:
         return sorted([*self.results, *self.faults])
 
     def name_of(self, kind: str, engines: tuple[str, ...]) -> str | None:
-        """The file of this kind: "readback", or "compare", "niah", "reasoning" by the first of `engines` that has one."""
+        """The file of this kind: "readback", or "compare", "niah", "reasoning", "formats" by the first of `engines` that has one."""
         names = [READBACK_FILE] if kind == "readback" else [f"{kind}-{engine}.json" for engine in engines]
         return next((name for name in names if name in self.results or name in self.faults), None)
 

@@ -21,7 +21,14 @@ _LEAST_KL = 1e-5  # a logarithmic axis has no zero
 
 
 def draw(result: SpectrumResult, path: Path) -> Path:
-    """Write a PNG and return its path. Raises UsageError where it cannot be written."""
+    """Write the PNG and return its path. Raises UsageError where it cannot be written."""
+    with atomic_path(path) as temporary:
+        temporary.write_bytes(picture(result))
+    return path
+
+
+def picture(result: SpectrumResult) -> bytes:
+    """The PNG."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -56,12 +63,10 @@ def draw(result: SpectrumResult, path: Path) -> Path:
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(title="filled: served by vLLM", fontsize=8, title_fontsize=8, frameon=False)
     axes.set_title(f"{result.model}: cache formats at {result.context:,} tokens, grey line: no other is both smaller and closer", fontsize=11)
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=130)
+    drawn_bytes = io.BytesIO()
+    figure.savefig(drawn_bytes, format="png", dpi=130)
     pyplot.close(figure)
-    with atomic_path(path) as temporary:
-        temporary.write_bytes(picture.getvalue())
-    return path
+    return drawn_bytes.getvalue()
 
 
 def _label(axes: object, rows: list[FormatRow], whole: float) -> None:

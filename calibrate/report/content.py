@@ -9,7 +9,7 @@ from calibrate.gate.evaluate import judge
 from calibrate.gate.material import Material
 from calibrate.gate.policy import Policy
 from calibrate.gate.verdict import Verdict
-from calibrate.report import figures, needles, ranges
+from calibrate.report import figures, formats, needles, ranges
 from calibrate.report.origin import origin
 from calibrate.report.results import Shown, shown
 from calibrate.report.untested import untested
@@ -46,6 +46,7 @@ class Content:
     readback: str
     needles: list[Needles]
     reasoning: list[tuple[str, list[tuple[str, str, str]]]]
+    formats: list[formats.Formats]
     ranges: list[ranges.RangePlot]
     no_ranges: str
     fidelity: list[Fidelities]
@@ -66,6 +67,7 @@ def content_of(material: Material, policy: Policy, policy_name: str) -> Content:
         readback=next(check.reason for check in verdict.checks if check.name == "readback"),
         needles=[_needles(result) for result in results.niah.values()],
         reasoning=[(result.variants[0].engine.version, figures.reasoning_rows(result)) for result in results.reasoning.values() if result.variants],
+        formats=[formats.formats_of(result) for result in results.formats.values()],
         ranges=ranges.range_plots(material.statistics.value, material.scales.value) if drawable else [],
         no_ranges=material.statistics.fault or material.scales.fault,
         fidelity=[_fidelities(result) for result in results.compare.values()],

@@ -24,6 +24,7 @@ class Shown:
     compare: dict[str, Any]
     niah: dict[str, Any]
     reasoning: dict[str, Any]
+    formats: dict[str, Any]
     left_out: tuple[str, ...]
     ladder: Ladder | None
     no_ladder: str
@@ -33,7 +34,7 @@ def shown(material: Material) -> Shown:
     """Sort out what can be shown."""
     mine = {name: result for name, result in material.evidence.results.items() if result.subject == material.subject.value}
     foreign = [f"{name} is about another checkpoint: not shown" for name in material.evidence.results if name not in mine]
-    kinds = ("compare", "niah", "reasoning")
+    kinds = ("compare", "niah", "reasoning", "formats")
     by_kind = {kind: {engine: mine[name] for engine in ENGINES if (name := f"{kind}-{engine}.json") in mine} for kind in kinds}
     ladder, why = _ladder(by_kind)
     return Shown(

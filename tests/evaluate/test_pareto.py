@@ -2,54 +2,14 @@
 
 import pytest
 
-from calibrate.engines.session import EngineInfo
 from calibrate.evaluate.pareto import SpectrumBounds, front, judge, recommend
-from calibrate.evaluate.results import Fidelity, Interval
-from calibrate.evaluate.spectrum_result import FormatRow, Hits
+from calibrate.evaluate.spectrum_result import Hits
+from tests.evaluate.spectrum_rows import fidelity, row
 
-INFO = EngineInfo(
-    engine="transformers", version="t", attention_backend="sdpa", kv_cache_dtype="x", compute_dtype="float32", device="cpu", tensor_parallel_size=1
-)
 BOUNDS = SpectrumBounds()
 ENOUGH = Hits(hits=38, asked=40, lost=2, won=1, p_worse=0.5)
 FEW = Hits(hits=3, asked=40, lost=0, won=0, p_worse=1.0)
 LOST = Hits(hits=20, asked=40, lost=19, won=0, p_worse=2e-6)
-
-
-def interval(value: float, high: float | None = None) -> Interval:
-    return Interval(value=value, low=value, high=high if high is not None else value)
-
-
-def fidelity(kl: float, ratio: float = 1.001, *, variant: str = "x", kl_high: float | None = None) -> Fidelity:
-    return Fidelity(
-        variant=variant,
-        engine=INFO,
-        documents=(),
-        perplexity=10.0,
-        perplexity_ratio=interval(ratio),
-        mean_abs_delta_logprob=interval(0.1),
-        kl_mean=interval(kl, kl_high),
-        kl_p99=interval(kl),
-        top1_agreement=interval(0.9),
-    )
-
-
-def row(variant: str, size: float, kl: float, verdict: str = "pilot", reasons: tuple[str, ...] = ()) -> FormatRow:
-    return FormatRow(
-        variant=variant,
-        source="s",
-        served_as=None,
-        sixteen_bit_layers=(),
-        bytes_per_token=size,
-        bytes_at_measured=size,
-        key_error=None,
-        value_error=None,
-        fidelity=fidelity(kl, variant=variant),
-        needles=None,
-        reasoning=None,
-        verdict=verdict,
-        reasons=reasons,
-    )
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ SECTIONS = ["decision", "needles", "reasoning", "ranges", "fidelity", "ladder", 
 HOSTILE = '<script>alert("x")</script>|`[a](javascript:b)\n</table>'
 
 
-VOID = {"meta"}
+VOID = {"meta", "img"}
 
 
 class Page(HTMLParser):

@@ -13,8 +13,8 @@ from calibrate.lowbit.additive import CODES, ENTRIES, GROUP, Codebooks, LayerCod
 from calibrate.lowbit.rope import as_complex, as_real
 from calibrate.progress import meter
 
-_ROUNDS = 12
-_SOFT_ROUNDS = 6  # with soft assignments, ever harder; hard ones after that
+_ROUNDS = 8
+_SOFT_ROUNDS = 4  # with soft assignments, ever harder; hard ones after that
 _RIDGE = 1e-4
 
 # (soft assignments [..., n, CODES], vectors [..., n, channels], parameters) → new parameters

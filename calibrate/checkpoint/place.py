@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from calibrate.artefact import process_is_dead
 from calibrate.errors import UsageError
 
@@ -58,8 +60,8 @@ def folder_in_the_making(output: Path) -> Iterator[Path]:
         yield making
         _sync(making)
         _replace(making, output)
-    except OSError as error:
-        raise UsageError(f"cannot write {output}: {error.strerror or error}") from error
+    except (OSError, SafetensorError) as error:  # safetensors has its own for a disk that fills
+        raise UsageError(f"cannot write {output}: {getattr(error, 'strerror', None) or error}") from error
     finally:
         shutil.rmtree(making, ignore_errors=True)
         for folder in made:

@@ -4,14 +4,14 @@ An int32 holds eight 4-bit values along the output; the one at bits 4·i belongs
 weight[i, o] = (q[i, o] - zero[i // group_size, o]) · scale[i // group_size, o], in the scale's type.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from compressed_tensors.entrypoints.convert import AutoAWQConverter
 from compressed_tensors.quantization import QuantizationScheme
 
 from calibrate.errors import UsageError
-from calibrate.weights.packing import Facts, IntSettings, Tensors, check_groups, unpack
+from calibrate.weights.packing import FLOATS, INT32, Facts, IntSettings, Tensors, check_shapes, unpack
 
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # bits 4·i of an int32 hold output ORDER[i] of its eight
 _PLACE = tuple(ORDER.index(output) for output in range(8))  # output → its place
@@ -22,7 +22,7 @@ class AwqGemm:
 
     name = "AWQ"
     key = "qweight"
-    parts = ("qweight", "qzeros", "scales")
+    types: ClassVar = {"qweight": INT32, "qzeros": INT32, "scales": FLOATS}
 
     def __init__(self, config: dict[str, Any], where: str) -> None:
         version = str(config.get("version", "gemm")).lower()
@@ -31,15 +31,13 @@ class AwqGemm:
         names = ("bits", "group_size") if "bits" in config else ("w_bit", "q_group_size")
         self.settings = IntSettings.of(config, where, allowed=(4,), names=names)
 
-    def quantized(self, dtype: str) -> bool:
-        return dtype == "I32"
-
     def examine(self, module: str, shape: list[int], small: Tensors) -> Facts:
         if "qzeros" not in small or "scales" not in small:
             raise UsageError(
                 f"{module} has no {'scales' if 'qzeros' in small else 'qzeros'}: AutoAWQ's gemm layout stores both, and the weight needs both"
             )
-        check_groups(module, shape[0], small["scales"].shape[0], self.settings.group_size)
+        groups = self.settings.groups(module, shape[0])
+        check_shapes(module, small, {"qzeros": (groups, shape[1]), "scales": (groups, 8 * shape[1])})
         return Facts(symmetric=bool((self._zero_points(small) == 8).all()))
 
     def scheme(self, facts: Facts) -> QuantizationScheme:

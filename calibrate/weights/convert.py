@@ -24,9 +24,10 @@ from calibrate.weights.awq import AwqGemm
 from calibrate.weights.fp8 import Fp8
 from calibrate.weights.gptq import Gptq
 from calibrate.weights.packing import Facts, WeightFormat
-from calibrate.weights.quantize import bring_others
+from calibrate.weights.quantize import bring_others, open_to_all
 from calibrate.weights.record import write_record
 
+_NO_LINEAR = {"lm_head", "embed_out", "embed_tokens", "wte", "word_embeddings"}
 FORMATS: dict[str, type[WeightFormat]] = {"awq": AwqGemm, "gptq": Gptq, "fp8": Fp8}
 
 
@@ -110,6 +111,7 @@ def convert_checkpoint(source: SourceCheckpoint, output: Path, *, force: bool = 
         if source.indexed:
             write_json(making / INDEX_FILE, {"metadata": {"total_size": sizes}, "weight_map": dict(sorted(placed.items()))})
         write_json(making / "config.json", _without_old(source.config) | {"quantization_config": quantization})
+        open_to_all(making)
         bring_others(source, making)
         write_record(making, made_from(source), {"method": method, "modules_compared": len(plan.modules)})
     before, after = (sum((where / name).stat().st_size for name in source.headers) for where in (source.path, output))
@@ -123,13 +125,14 @@ def _plan(source: SourceCheckpoint, weights: _Weights) -> _Plan:
         raise UsageError(f"{source.path} has quant_method {method or 'none'}: {', '.join(FORMATS)} are converted to compressed-tensors")
     form = FORMATS[method](source.quantization, f"{source.path}/config.json")
     entries = {name: entry for header in source.headers.values() for name, entry in json.loads(header).items() if name != "__metadata__"}
-    keys = [name for name, entry in entries.items() if name.endswith(f".{form.key}") and form.quantized(entry["dtype"])]
+    keys = [name for name, entry in entries.items() if name.endswith(f".{form.key}") and entry["dtype"] in form.types[form.key]]
     if not keys:
         raise UsageError(f"{source.path} says {method}, but holds no {form.key} of that format")
     modules, facts = {}, Facts()
     for key in keys:
         module = key.removesuffix(f".{form.key}")
-        parts = {part: f"{module}.{part}" for part in form.parts if f"{module}.{part}" in entries}
+        parts = {part: f"{module}.{part}" for part in form.types if f"{module}.{part}" in entries}
+        _check_module(module, form, entries)
         modules[module] = parts
         small = weights.module({part: name for part, name in parts.items() if name != key})
         facts |= form.examine(module, entries[key]["shape"], small)
@@ -141,6 +144,21 @@ def _plan(source: SourceCheckpoint, weights: _Weights) -> _Plan:
             )
     flat = (name.removesuffix(".weight") for name, entry in entries.items() if name.endswith(".weight") and len(entry["shape"]) == 2)
     return _Plan(form, form.scheme(facts), modules, sorted({"lm_head", *(module for module in flat if module not in modules)}))
+
+
+def _check_module(module: str, form: WeightFormat, entries: dict[str, dict[str, Any]]) -> None:
+    """Raise UsageError for a module that compressed-tensors has no place for, or whose tensors are not of the format's types."""
+    if module.rpartition(".")[2] in _NO_LINEAR:
+        raise UsageError(f"{module} is quantized, and vLLM loads no quantized embeddings or heads from compressed-tensors: calibrate the original")
+    if form.key != "weight" and f"{module}.weight" in entries:
+        raise UsageError(f"{module} has both a weight and a {form.key}: which of them is meant cannot be known")
+    for part, types in form.types.items():
+        found = entries.get(f"{module}.{part}", {}).get("dtype")
+        if found is not None and found not in types:
+            raise UsageError(f"{module}.{part} is of type {found}, {form.name} keeps {' or '.join(types)} there: this is not converted")
+    shape = entries[f"{module}.{form.key}"]["shape"]
+    if len(shape) != 2 or 0 in shape:
+        raise UsageError(f"{module}.{form.key} has the shape {shape}: only matrices are converted")
 
 
 def _quantization_config(plan: _Plan) -> dict[str, Any]:

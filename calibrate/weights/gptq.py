@@ -5,14 +5,14 @@ weight[i, o] = (q[i, o] - zero[g, o]) · scale[g, o] with g = g_idx[i], in the s
 `checkpoint_format` gptq (v1) stores zero - 1, gptq_v2 stores zero (GPTQModel, convert_gptq_v1_to_v2_format).
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from compressed_tensors.quantization import QuantizationScheme
 
 from calibrate.errors import UsageError
-from calibrate.weights.packing import Facts, IntSettings, Tensors, check_groups, unpack
+from calibrate.weights.packing import FLOATS, INT32, Facts, IntSettings, Tensors, check_shapes, unpack
 
 _OFFSETS = {"gptq": 1, "gptq_v2": 0}
 
@@ -22,7 +22,7 @@ class Gptq:
 
     name = "GPTQ"
     key = "qweight"
-    parts = ("qweight", "qzeros", "scales", "g_idx")
+    types: ClassVar = {"qweight": INT32, "qzeros": INT32, "scales": FLOATS, "g_idx": ("I32", "I64")}
 
     def __init__(self, config: dict[str, Any], where: str) -> None:
         layout = str(config.get("checkpoint_format") or "gptq").lower()
@@ -35,23 +35,25 @@ class Gptq:
         self.offset = _OFFSETS[layout]
         self.settings = IntSettings.of(config, where, allowed=(4, 8), names=("bits", "group_size"))
 
-    def quantized(self, dtype: str) -> bool:
-        return dtype == "I32"
-
     def examine(self, module: str, shape: list[int], small: Tensors) -> Facts:
         for part in ("qzeros", "scales"):
             if part not in small:
                 raise UsageError(f"{module} has no {part}: this is no complete GPTQ checkpoint")
-        zeros, groups, order = self._zero_points(small), small["scales"].shape[0], small.get("g_idx")
-        over = 1 << self.settings.bits
+        bits, outputs = self.settings.bits, shape[1]
+        columns, over = shape[0] * 32 // bits, 1 << bits
+        groups = self.settings.groups(module, columns)
+        if outputs * bits % 32:
+            raise UsageError(f"{module}: the zero points of its {outputs} outputs do not fill whole int32: GPTQ kernels hold no such layer")
+        check_shapes(module, small, {"qzeros": (groups, outputs * bits // 32), "scales": (groups, outputs), "g_idx": (columns,)})
+        zeros, order = self._zero_points(small), small.get("g_idx")
         if bool((zeros == over).any()):
             raise UsageError(
                 f"{module} stores the zero point {over - 1} in GPTQ's first format, which some kernels read as {over} and others as 0: "
                 "its weights are not defined; save it as gptq_v2"
             )
-        columns = shape[0] * 32 // self.settings.bits
-        check_groups(module, columns, groups, self.settings.group_size)
         in_order = order is None or bool((order == torch.arange(columns) // (columns // groups)).all())
+        if order is not None and not bool(((order >= 0) & (order < groups)).all()):
+            raise UsageError(f"{module}: its g_idx names groups that are none of its {groups}: the file is damaged")
         if not in_order and not bool((torch.bincount(order.long(), minlength=groups) == columns // groups).all()):
             raise UsageError(f"{module}: its g_idx makes groups of unequal size, which compressed-tensors does not hold: calibrate the original")
         return Facts(symmetric=bool((zeros == over // 2).all()), reordered=not in_order)
@@ -77,7 +79,7 @@ class Gptq:
             made["weight_zero_point"] = pack_to_int32(zeros, bits, packed_dim=0).contiguous()
         if scheme.weights.actorder is not None:
             made["weight_g_idx"] = self._groups(tensors).to(torch.int32)
-        return made | {name: tensor for name, tensor in tensors.items() if name not in self.parts}
+        return made | {name: tensor for name, tensor in tensors.items() if name not in self.types}
 
     def dequantize(self, tensors: Tensors) -> torch.Tensor:
         codes, scales, zeros, group = self._codes(tensors), tensors["scales"], self._zero_points(tensors), self._groups(tensors)

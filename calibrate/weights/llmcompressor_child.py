@@ -60,15 +60,16 @@ def _recipe(scheme: str, model: Any) -> tuple[list[Any], int | None]:
     from llmcompressor.modifiers.transform.awq import AWQModifier
     from llmcompressor.modifiers.transform.smoothquant import SmoothQuantModifier
 
-    common = {"targets": ["Linear"], "ignore": _IGNORE}
+    ignore = _IGNORE + outside_the_language_model(model)
+    common = {"targets": ["Linear"], "ignore": ignore}
     if scheme == "fp8":
         return [QuantizationModifier(scheme="FP8_DYNAMIC", **common)], None
     if scheme == "nvfp4":
         return [QuantizationModifier(scheme="NVFP4", **common)], None
     if scheme == "w8a8":
         return [SmoothQuantModifier(smoothing_strength=0.8), GPTQModifier(scheme="W8A8", **common)], None
-    size = _group_size(model)
-    rest = {"ignore": _IGNORE, "config_groups": {"group_0": _int4(size, symmetric=scheme != "awq")}}
+    size = _group_size(model, ignore)
+    rest = {"ignore": ignore, "config_groups": {"group_0": _int4(size, symmetric=scheme != "awq")}}
     if scheme == "gptq":
         return [GPTQModifier(**rest)], size
     if scheme == "awq":
@@ -86,11 +87,21 @@ def _int4(group_size: int | None, *, symmetric: bool) -> Any:
     return QuantizationScheme(targets=["Linear"], weights={**preset.weights.model_dump(), **grouping})
 
 
-def _group_size(model: Any) -> int | None:
+def outside_the_language_model(model: Any) -> list[str]:
+    """Linear layers of a vision-language model's towers and projectors: they stay as they are, as they do in calibration."""
+    import torch
+
+    if model.config.get_text_config(decoder=True) is model.config:
+        return []
+    inside = set(model.get_decoder().modules())
+    return [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear) and module not in inside]
+
+
+def _group_size(model: Any, ignore: list[str]) -> int | None:
     import torch
     from compressed_tensors.utils import match_named_modules
 
-    inputs = {module.in_features for _, module in match_named_modules(model, ["Linear"], _IGNORE) if isinstance(module, torch.nn.Linear)}
+    inputs = {module.in_features for _, module in match_named_modules(model, ["Linear"], ignore) if isinstance(module, torch.nn.Linear)}
     return next((size for size in _GROUP_SIZES if all(columns % size == 0 for columns in inputs)), None)
 
 

@@ -10,6 +10,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from calibrate.errors import UsageError
 
 Tensors = Mapping[str, torch.Tensor]
+INT32, FLOATS = ("I32",), ("F16", "BF16", "F32")  # safetensors types
 
 
 @dataclass(frozen=True)
@@ -26,21 +27,19 @@ class Facts:
 class WeightFormat(Protocol):
     """A foreign format: how to tell its modules, convert one, and compute by the format's own rules what its weight is.
 
-    name: for messages. key: the tensor that every quantized module has. parts: that and the others it may have.
+    name: for messages. key: the tensor that every quantized module has. types: that and the others it may have → safetensors types they may be of.
     """
 
     name: str
     key: str
-    parts: tuple[str, ...]
+    types: Mapping[str, tuple[str, ...]]
 
     def __init__(self, config: dict[str, Any], where: str) -> None:
         """Raise UsageError for settings that are not converted; `where` names the file in messages."""
 
-    def quantized(self, dtype: str) -> bool:
-        """Whether a module whose `key` tensor has this safetensors type is quantized."""
-
     def examine(self, module: str, shape: list[int], small: Tensors) -> Facts:
-        """Look at a module without its weight, of this shape. Raises UsageError where compressed-tensors cannot hold its exact values."""
+        """Look at a module without its `key` tensor, which is a matrix of this shape. Raises UsageError where its parts do not fit together, or
+        compressed-tensors cannot hold its exact values."""
 
     def scheme(self, facts: Facts) -> QuantizationScheme:
         """The whole checkpoint's scheme, given what all its modules need."""
@@ -63,11 +62,18 @@ class IntSettings:
     def of(cls, config: dict[str, Any], where: str, *, allowed: tuple[int, ...], names: tuple[str, str]) -> "IntSettings":
         """Read them under either format's names. Raises UsageError for those that are not converted."""
         bits, size = (config.get(name) for name in names)
-        if bits not in allowed:
+        if type(bits) is not int or bits not in allowed:
             raise UsageError(f"{where}: {names[0]} is {bits}: only {' and '.join(map(str, allowed))} bits are converted")
-        if not isinstance(size, int) or (size != -1 and size < 1):
+        if type(size) is not int or (size != -1 and size < 1):
             raise UsageError(f"{where}: {names[1]} is {size}: it must be -1 or a positive number")
         return cls(bits, size)
+
+    def groups(self, module: str, columns: int) -> int:
+        """Groups of a weight of so many inputs. Raises UsageError where they are not whole: compressed-tensors holds nothing else."""
+        size = columns if self.group_size == -1 else self.group_size
+        if columns % size:
+            raise UsageError(f"{module}: groups of {size} do not make its {columns} inputs: compressed-tensors holds only whole groups")
+        return columns // size
 
     def scheme(self, facts: Facts) -> QuantizationScheme:
         """Weight-only integers, in groups or one group a channel."""
@@ -77,10 +83,14 @@ class IntSettings:
         return QuantizationScheme(targets=["Linear"], weights=weights, format="pack-quantized")
 
 
-def check_groups(module: str, columns: int, groups: int, group_size: int) -> None:
-    """Raise UsageError where the scales are not one a whole group: compressed-tensors holds nothing else."""
-    if columns != groups * (columns if group_size == -1 else group_size):
-        raise UsageError(f"{module}: {groups} groups of {group_size} do not make its {columns} inputs: compressed-tensors holds only whole groups")
+def check_shapes(module: str, found: Tensors, wanted: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise UsageError where a part of a module is not of the shape that its weight and the config ask for."""
+    for part, shape in wanted.items():
+        if part in found and tuple(found[part].shape) != shape:
+            raise UsageError(
+                f"{module}.{part} is {list(found[part].shape)}, its weight and the config's group size ask for {list(shape)}: "
+                "one of them is wrong, or the file is damaged"
+            )
 
 
 def unpack(packed: torch.Tensor, bits: int, places: Sequence[int] | None = None) -> torch.Tensor:

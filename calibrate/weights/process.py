@@ -20,6 +20,7 @@ SETTING = "KV_CALIBRATE_LLMCOMPRESSOR"
 _CHILD = Path(__file__).with_name("llmcompressor_child.py")
 _BAR = re.compile(r"([^\r\n]*?):?\s+\d+%\|[^|\r\n]*\|\s*(\d+)/(\d+)")  # tqdm's
 _SECONDS_BETWEEN_LINES = 15.0
+_MISSING = re.compile(r"ModuleNotFoundError: No module named '(llmcompressor|compressed_tensors|transformers|torch|numpy)'")
 
 
 def find_python() -> Path:
@@ -29,7 +30,7 @@ def find_python() -> Path:
         HostError: there is none; the message says how to make it.
     """
     if own := os.environ.get(SETTING):
-        if not os.access(own, os.X_OK):
+        if not (Path(own).is_file() and os.access(own, os.X_OK)):
             raise HostError(f"{SETTING}={own} is no program that can be run: give the Python of an environment with llmcompressor")
         return Path(own)
     for root in _roots():
@@ -59,10 +60,14 @@ def run_llmcompressor(job: dict[str, Any], subject: Path) -> dict[str, Any]:
     finally:
         os.close(alive_write)
         os.close(alive_read)
+    if code == 0 and not result.is_file():
+        raise HostError(f"{python} is no Python with llmcompressor: it ended without a result; give another in {SETTING}")
     if code == -9:
         raise HostError(f"llmcompressor was killed, most likely for memory; its log: {log}")
     if code != 0:
         said = decisive_line(log.read_text(encoding="utf-8", errors="replace")) or f"exit code {code}"
+        if missing := _MISSING.search(said):
+            raise HostError(f"{python} has no {missing[1]}: `make llmcompressor` makes an environment that has; its log: {log}")
         raise UsageError(f"llmcompressor could not quantize {subject}: {said}; its log: {log}")
     found = json.loads(result.read_text(encoding="utf-8"))
     for file in (job_file, result, log):

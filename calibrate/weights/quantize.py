@@ -21,6 +21,7 @@ from calibrate.weights.record import WEIGHTS_FILE, write_record
 from calibrate.weights.schemes import SCHEMES
 
 _LEFT_OUT = {".git", ".cache", ".gitattributes", "config.json", INDEX_FILE, SCALES_FILE, WEIGHTS_FILE, "kv_calibration"}
+_OLD_SETTINGS = {"quantize_config.json", "quant_config.json", "hf_quant_config.json"}  # of AutoGPTQ, AutoAWQ, ModelOpt: they describe other weights
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ def quantize_checkpoint(
         }
         found = run_llmcompressor(job, source.path)
         write_json(making / "config.json", _merge_config(source, making))
-        _open_to_all(making)
+        open_to_all(making)
         bring_others(source, making)
         write_record(making, made, {"scheme": SCHEMES[scheme].says, **found})
     before, after = (
@@ -98,7 +99,7 @@ def _save_rows(path: Path, corpus: Corpus) -> str:
     return str(path)
 
 
-def _open_to_all(making: Path) -> None:
+def open_to_all(making: Path) -> None:
     """safetensors writes files that only their owner may read."""
     for name in _weights(making):
         (making / name).chmod((making / "config.json").stat().st_mode)
@@ -116,10 +117,10 @@ def _merge_config(source: SourceCheckpoint, making: Path) -> dict[str, Any]:
 
 
 def bring_others(source: SourceCheckpoint, making: Path) -> None:
-    """Everything of the source but weights and config: tokenizer, card, licence, as they are."""
+    """Everything of the source but weights and what describes them: tokenizer, card, licence, as they are."""
     for path in sorted(source.path.rglob("*")):
         relative = path.relative_to(source.path)
-        if relative.parts[0] in _LEFT_OUT or str(relative) in source.headers or (path.is_dir() and not path.is_symlink()):
+        if relative.parts[0] in _LEFT_OUT | _OLD_SETTINGS or str(relative) in source.headers or (path.is_dir() and not path.is_symlink()):
             continue
         target = making / relative
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -129,9 +129,8 @@ def fp8(path: Path, *, block: tuple[int, int] | None = None, static: bool = Fals
         weight = tensors.pop(f"{module}.weight").float()
         if block:
             tensors[f"{module}.weight_scale_inv"] = scale = block_scales(weight, block)
-            whole = torch.empty_like(weight)
-            for row, column in np.ndindex(*weight.shape):
-                whole[row, column] = scale[row // block[0], column // block[1]]
+            rows, columns = (torch.arange(size) // part for size, part in zip(weight.shape, block, strict=True))
+            whole = scale[rows][:, columns]
         else:
             scale = whole = weight.abs().max() / 448
             tensors[f"{module}.weight_scale"] = scale

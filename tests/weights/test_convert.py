@@ -1,6 +1,7 @@
 """AWQ, GPTQ and FP8 → compressed-tensors: every weight is the one that the codes mean, bit for bit, and what cannot be is refused in one line."""
 
 import json
+import resource
 
 import pytest
 import torch
@@ -45,6 +46,7 @@ def _old_names(path):
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_weight_is_the_one_that_the_codes_mean(case, tmp_path):
+    """In the files, by formulas of our own, and in the model that transformers makes of them."""
     path = tmp_path / "foreign"
     known = CASES[case](path) or foreign.awq(tmp_path / "again", group_size=32)  # old names: the same weights
     converted = convert_checkpoint(SourceCheckpoint.open(path), tmp_path / "converted")
@@ -61,13 +63,6 @@ def test_every_weight_is_the_one_that_the_codes_mean(case, tmp_path):
     before = load_file(path / "model.safetensors")
     for name in ("model.norm.weight", "lm_head.weight", "model.embed_tokens.weight"):
         assert torch.equal(before[name], tensors[name])
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_transformers_loads_the_same_weights(case, tmp_path):
-    path = tmp_path / "foreign"
-    known = CASES[case](path) or foreign.awq(tmp_path / "again", group_size=32)
-    converted = convert_checkpoint(SourceCheckpoint.open(path), tmp_path / "converted")
     model = load_model(SourceCheckpoint.open(converted.path), device="cpu", dtype=torch.float32)
     for module, weight in known.weights.items():
         assert torch.equal(model.get_submodule(module).weight, weight.float()), module
@@ -111,10 +106,13 @@ def test_a_module_spread_over_files_and_old_kv_scales(tmp_path):
 def test_equal_input_gives_equal_bytes_and_other_files_come_along(tmp_path):
     foreign.awq(tmp_path / "foreign")
     (tmp_path / "foreign/README.md").write_text("card")
+    (tmp_path / "foreign/quant_config.json").write_text("{}")  # AutoAWQ's own: no word of it is true of the result
     source = SourceCheckpoint.open(tmp_path / "foreign")
     first, second = (convert_checkpoint(source, tmp_path / name).path for name in ("first", "second"))
     names = sorted(path.name for path in first.iterdir())
     assert {"README.md", "tokenizer.json", "weights_provenance.json"} <= set(names)
+    assert "quant_config.json" not in names
+    assert len({(first / name).stat().st_mode for name in names}) == 1
     assert all((first / name).read_bytes() == (second / name).read_bytes() for name in names)
     record = json.loads((first / "weights_provenance.json").read_text())
     assert record["made"]["source"] == source.fingerprint
@@ -148,7 +146,7 @@ REFUSED = {
     "other layout": (lambda path: foreign.gptq(path, checkpoint_format="marlin"), None, "checkpoint_format marlin"),
     "per layer": (lambda path: foreign.gptq(path, dynamic={"-:lm_head": {}}), None, "dynamic"),
     "lm_head": (lambda path: foreign.gptq(path, lm_head=True), None, "lm_head"),
-    "wrong group": (foreign.gptq, lambda tensors: tensors.update({f"{UP}.scales": torch.ones(3, 256)}), "whole groups"),
+    "wrong group": (foreign.gptq, lambda tensors: tensors.update({f"{UP}.scales": torch.ones(3, 256)}), "group size ask for"),
     "fp8 no scale": (foreign.fp8, lambda tensors: tensors.pop(f"{UP}.weight_scale"), "no weight_scale"),
     "fp8 other block": (lambda path: foreign.fp8(path, block=(64, 64), weight_block_size=[32, 64]), None, "are not those of"),
     "fp8 e5m2": (lambda path: foreign.fp8(path, fmt="e5m2"), None, "e4m3"),
@@ -167,6 +165,95 @@ def test_what_cannot_be_equal_is_refused_in_one_line(case, tmp_path):
         convert_checkpoint(SourceCheckpoint.open(tmp_path / "foreign"), tmp_path / "converted")
     assert "\n" not in str(refusal.value)
     assert [path.name for path in tmp_path.iterdir()] == ["foreign"]
+
+
+def _to(change):
+    return lambda tensors, name: tensors.update({name: change(tensors[name]).contiguous()})
+
+
+def _head(tensors, name):
+    module = name.rpartition(".")[0]
+    tensors |= {f"lm_head.{part.rpartition('.')[2]}": tensor.clone() for part, tensor in tensors.items() if part.startswith(f"{module}.")}
+
+
+WRONG = {
+    "narrow": _to(lambda tensor: tensor[..., :4]),
+    "short": _to(lambda tensor: tensor[:2]),
+    "empty": _to(lambda tensor: tensor[:0]),
+    "one row": _to(lambda tensor: tensor[0]),
+    "one more dimension": _to(lambda tensor: tensor[None]),
+    "float64": _to(lambda tensor: tensor.double()),
+    "negative": _to(lambda tensor: -1 - tensor),
+    "E8M0": _to(lambda tensor: tensor.float().to(torch.float8_e8m0fnu)),
+    "two weights": lambda tensors, name: tensors.update({f"{UP}.weight": torch.zeros(256, 128)}),
+    "head": _head,
+}
+SHAPES, TYPES = ("narrow", "short", "empty", "one row", "one more dimension"), ("float64", "E8M0")
+DAMAGED = [
+    *(("gptq", part, wrong) for part in ("qzeros", "scales") for wrong in (*SHAPES, *TYPES)),
+    *(("gptq", "g_idx", wrong) for wrong in ("short", "empty", "one more dimension", "float64", "negative")),
+    *(("gptq", "qweight", wrong) for wrong in (*SHAPES, "float64", "two weights", "head")),
+    *(("awq", part, wrong) for part in ("qzeros", "scales") for wrong in (*SHAPES, *TYPES)),
+    *(("awq", "qweight", wrong) for wrong in (*SHAPES, "two weights", "head")),
+    *(("fp8", "weight_scale", wrong) for wrong in TYPES),
+    *(("fp8-block", "weight_scale_inv", wrong) for wrong in ("short", "one row", "one more dimension", *TYPES)),
+    *(("fp8-block", "weight", wrong) for wrong in ("one row", "one more dimension", "head")),
+]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> dict:
+    """Undamaged checkpoints and their tensors, by case."""
+    made = {}
+    for case in ("gptq", "awq", "fp8", "fp8-block"):
+        path = tmp_path_factory.mktemp(case)
+        CASES[case](path)
+        made[case] = path, load_file(path / "model.safetensors")
+    return made
+
+
+@pytest.mark.parametrize(("case", "part", "wrong"), DAMAGED)
+def test_tensors_that_do_not_fit_together_are_one_line(case, part, wrong, whole, tmp_path):
+    """Whatever a file holds: shapes, types, groups that are none, modules that have no place."""
+    path, tensors = whole[case]
+    damaged = dict(tensors)
+    WRONG[wrong](damaged, f"{UP}.{part}")
+    foreign.rewrite(path, tmp_path / "foreign", damaged)
+    with pytest.raises(UsageError, match=r"lm_head" if wrong == "head" else UP) as refusal:
+        convert_checkpoint(SourceCheckpoint.open(tmp_path / "foreign"), tmp_path / "converted")
+    assert "\n" not in str(refusal.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["foreign"]
+
+
+@pytest.mark.parametrize(
+    ("case", "settings"),
+    [
+        *(("gptq", {"bits": bits}) for bits in ("4", 4.0, True, [4], None)),
+        *(("gptq", {"group_size": size}) for size in ("32", 32.0, True, 0, -2, 33, 10**30, None)),
+        *(("awq", {"bits": bits}) for bits in (4.0, 3)),
+        *(("fp8-block", {"weight_block_size": size}) for size in (64, "64", [64], [0, 64], [-64, 64], ["64", "64"], [64.0, 64.0], [64] * 3, {}, [])),
+        *(("fp8", {"activation_scheme": value}) for value in (3, [])),
+    ],
+)
+def test_settings_of_odd_shape_are_one_line(case, settings, whole, tmp_path):
+    path, tensors = whole[case]
+    config = json.loads((path / "config.json").read_text())["quantization_config"] | settings
+    foreign.rewrite(path, tmp_path / "foreign", tensors, quantization_config=config)
+    with pytest.raises(UsageError) as refusal:
+        check_convertible(SourceCheckpoint.open(tmp_path / "foreign"))
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_disk_that_fills_is_one_line_and_nothing_is_left(whole, tmp_path):
+    source, _ = whole["awq"]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        with pytest.raises(UsageError, match=r"cannot write .*File too large"):
+            convert_checkpoint(SourceCheckpoint.open(source), tmp_path / "converted")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_wrong_conversion_is_seen_and_nothing_is_written(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
 
@@ -18,13 +20,14 @@ from calibrate.cli import main
 from calibrate.errors import HostError, UsageError
 from calibrate.model import SourceCheckpoint
 from calibrate.pipeline import JobOptions
-from calibrate.weights import SCHEMES, convert_checkpoint, quantize_checkpoint
+from calibrate.weights import SCHEMES, convert_checkpoint, llmcompressor_child, quantize_checkpoint
 from calibrate.weights.process import SETTING, find_python
 from calibrate.weights.quantize import made_from
 from tests.conftest import rows_corpus
 from tests.engines.test_process import wait_gone
-from tests.tiny import tiny_checkpoint
+from tests.tiny import tiny_checkpoint, tiny_model
 from tests.weights import foreign
+from tests.weights.compressed import compress
 
 SHORT = {"data": "random", "samples": 4, "sequence_length": 24}
 
@@ -34,8 +37,16 @@ def dense(tmp_path) -> Path:
     return tiny_checkpoint(tmp_path / "model", "llama", **foreign.SHAPE)
 
 
+@pytest.fixture(scope="module")
+def quantized(tmp_path_factory) -> Path:
+    """The weights of `dense`, quantized by hand."""
+    folder = tmp_path_factory.mktemp("quantized")
+    compress(tiny_checkpoint(folder / "model", "llama", **foreign.SHAPE), folder / "w4a16", "w4a16")
+    return folder / "w4a16"
+
+
 @pytest.fixture
-def stand_in(tmp_path, monkeypatch):
+def stand_in(tmp_path, monkeypatch, quantized):
     """tests/weights/stand_in.py in llmcompressor's place. Called: what it was called with so far."""
     program, calls = tmp_path / "python-of-llmcompressor", tmp_path / "calls"
     program.write_text(f'#!/bin/sh\nexec {sys.executable} {Path(__file__).with_name("stand_in.py")} "$@"\n')
@@ -43,6 +54,7 @@ def stand_in(tmp_path, monkeypatch):
     calls.touch()
     monkeypatch.setenv(SETTING, str(program))
     monkeypatch.setenv("STAND_IN_CALLS", str(calls))
+    monkeypatch.setenv("STAND_IN_GIVES", str(quantized))
     return lambda: [line.split() for line in calls.read_text().splitlines()]
 
 
@@ -59,9 +71,10 @@ def test_without_the_environment_one_line_says_how_to_make_it(dense, tmp_path, m
     for command in (["quantize", dense, "--scheme", "fp8"], ["run", dense, "--weights", "fp8"]):
         result = CliRunner().invoke(main, [*map(str, command), "--output", str(tmp_path / "out")])
         assert result.exit_code == 3, result.output
-    monkeypatch.setenv(SETTING, "/no/such/python")
-    with pytest.raises(HostError, match="/no/such/python"):
-        find_python()
+    for own in ("/no/such/python", str(tmp_path)):
+        monkeypatch.setenv(SETTING, own)
+        with pytest.raises(HostError, match=f"{own} is no program"):
+            find_python()
     assert _left(tmp_path) == set()
 
 
@@ -103,13 +116,39 @@ def test_an_interrupted_run_goes_on_with_the_weights_that_it_made(dense, tmp_pat
     assert len(stand_in()) == 3
 
 
-@pytest.mark.parametrize(("does", "error", "said"), [("fail", UsageError, "RuntimeError: the model has no layers"), ("die", HostError, "memory")])
+@pytest.mark.parametrize(
+    ("does", "error", "said"),
+    [
+        ("fail", UsageError, "RuntimeError: the model has no layers"),
+        ("die", HostError, "memory"),
+        ("nothing", HostError, "ended without a result"),
+    ],
+)
 def test_a_child_that_fails_is_one_line_and_nothing_is_left(dense, tmp_path, stand_in, monkeypatch, does, error, said):
     monkeypatch.setenv("STAND_IN", does)
     with pytest.raises(error, match=said) as refusal:
         quantize_checkpoint(SourceCheckpoint.open(dense), "fp8", tmp_path / "out", None)
     assert "\n" not in str(refusal.value)
     assert _left(tmp_path) == set()
+
+
+def test_an_environment_without_llmcompressor_is_the_hosts_matter(dense, tmp_path, monkeypatch):
+    monkeypatch.setenv(SETTING, sys.executable)  # this one has everything but that
+    with pytest.raises(HostError, match=r"has no llmcompressor: `make llmcompressor`") as refusal:
+        quantize_checkpoint(SourceCheckpoint.open(dense), "fp8", tmp_path / "out", None)
+    assert "\n" not in str(refusal.value)
+    assert _left(tmp_path) == set()
+
+
+def test_towers_are_left_as_they_are():
+    """By the child's own rule, on a model with an image tower and a projector."""
+    outside = runpy.run_path(str(Path(llmcompressor_child.__file__)))["outside_the_language_model"]
+    model = tiny_model("gemma3")
+    linear = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    found = set(outside(model))
+    assert {name.split(".")[1] for name in found - {"lm_head"}} == {"vision_tower"}
+    assert {name for name in linear - found if "language_model" not in name} == set()
+    assert outside(tiny_model("llama")) == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError, model_validator
 
 from calibrate.errors import UsageError
 from calibrate.resources import resource
@@ -46,7 +46,7 @@ class Recipe(BaseModel):
     reason: str | None = Field(None, min_length=1, description="why vLLM cannot serve it with scales; needed unless support is vllm")
     corpus: CorpusChoice = CorpusChoice()
     scales: PolicyOptions = PolicyOptions()
-    skip_layers: tuple[int | Literal["sliding_window"], ...] = Field((), description="layers that are proposed for a cache in 16 bits")
+    skip_layers: tuple[StrictInt | Literal["sliding_window"], ...] = Field((), description="layers that are proposed for a cache in 16 bits")
     engine_notes: tuple[str, ...] = ()
     traps: tuple[Trap, ...] = ()
     needs: dict[str, str] = Field({}, description="model type → Python module without which vLLM cannot import its class")
@@ -56,6 +56,8 @@ class Recipe(BaseModel):
     def _complete(self) -> "Recipe":
         if (self.support == "vllm") != (self.reason is None):
             raise ValueError("`reason` goes with support: collect-only or refused, and only with those")
+        if odd := [module for module in self.needs.values() if not module.isidentifier()]:
+            raise ValueError(f"needs has {odd[0]!r}, which is no name of a Python module")
         for field in ("needs", "tiny"):
             if unknown := getattr(self, field).keys() - set(self.model_types):
                 raise ValueError(f"{field} has {min(unknown)}, which is not among model_types")

@@ -119,6 +119,9 @@ def test_the_models_type_chooses_unless_a_recipe_is_asked_for(tmp_path):
         (GOOD.encode() + b"skip_layers: [attention]\n", "skip_layers"),
         (GOOD.encode() + b"tiny: {y: {}}\n", "tiny has y"),
         (GOOD.encode() + b"needs: {y: os}\n", "needs has y"),
+        (GOOD.encode() + b"needs: {x: os.path}\n", "needs has 'os.path'"),
+        (GOOD.encode() + b"needs: {x: ''}\n", "needs has ''"),
+        (GOOD.encode() + b"skip_layers: [true]\n", "skip_layers"),
     ],
 )
 def test_a_bad_file_is_refused_with_the_file_and_the_field(tmp_path, content, message):

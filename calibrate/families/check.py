@@ -97,11 +97,12 @@ def check_recipes(recipes: Sequence[Recipe], granularities: Sequence[str] = GRAN
     with tempfile.TemporaryDirectory(prefix="kv-calibrate-families-") as folder:
         rows: list[Row | _Job] = []
         with meter("calibrating tiny models", len(wanted), "models") as progress:
-            for recipe, kind in wanted:
-                rows += _calibrate(recipe, kind, granularities, Path(folder) / f"{recipe.family}-{kind}")
+            for number, (recipe, kind) in enumerate(wanted):  # names are what a file says: they are no paths, and two files may say the same
+                rows += _calibrate(recipe, kind, granularities, Path(folder) / str(number))
                 progress.advance(1)
         jobs = [row for row in rows if isinstance(row, _Job)]
-        note(f"vLLM loads {len(jobs)} checkpoints; a second or two each")
+        if jobs:
+            note(f"vLLM loads {len(jobs)} checkpoints; a second or two each")
         readbacks = dict(zip([job.path for job in jobs], _load_all(jobs), strict=True))
         return [_judge(row, readbacks[row.path]) if isinstance(row, _Job) else row for row in rows]
 

@@ -43,7 +43,7 @@ def model_config(model: str | None, model_type: str | None) -> PreTrainedConfig:
     if model_type is not None:
         return tiny_config(model_type, {})
     try:
-        return AutoConfig.from_pretrained(model)
+        return AutoConfig.from_pretrained(model, trust_remote_code=False)  # not None, with which it would ask
     except Exception as error:  # hub clients and config classes raise their own kinds
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UsageError(f"--model {model}: its config cannot be read: {reason}") from error
@@ -55,7 +55,13 @@ def new_recipe(family: str, config: PreTrainedConfig, origin: str) -> NewRecipe:
     Args:
         config: of the model, in its own size.
         origin: the model's name, for the first lines of the file.
+
+    Raises:
+        UsageError: a family whose name is none.
     """
+    if not family.strip() or "/" in family:
+        raise UsageError(f"a recipe is not called {family!r}: give a name, which is no path")
+    origin = " ".join(origin.split())  # it stands in comments
     kind = config.model_type
     fields = _plain(tiny_fields(config.to_dict(), type(config)().to_dict()))
     everywhere, fault = _probe(kind, fields)
@@ -65,10 +71,10 @@ def new_recipe(family: str, config: PreTrainedConfig, origin: str) -> NewRecipe:
     parts = [
         f"# {' '.join(family.split())}, from the config of {origin}.",
         f"# kv-calibrate run {origin if '/' in origin else 'MODEL'} --data chats.jsonl",
-        f"family: {json.dumps(family)}",
-        f"description: {json.dumps(_describe(text, everywhere))}",
+        f"family: {_quoted(family)}",
+        f"description: {_quoted(_describe(text, everywhere))}",
         f"model_types: [{kind}]",
-        *(["support: collect-only", f"reason: {json.dumps(refusal)}"] if refusal else []),
+        *(["support: collect-only", f"reason: {_quoted(refusal)}"] if refusal else []),
         *_corpus(window),
         "# The default; a value that differs deserves a comment that says why.",
         "# scales: {policy: mse, granularity: tensor, margin: 2.0}",
@@ -125,6 +131,11 @@ def _corpus(window: int) -> list[str]:
         f"  sequence_length: {length}",
         f"  samples: {max(_LEAST_SAMPLES, _TOKENS // length)}",
     ]
+
+
+def _quoted(text: str) -> str:
+    """As YAML reads it: JSON's escapes, but no pairs of them for one character."""
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _plain(value: Any) -> Any:

@@ -5,6 +5,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from calibrate.artefact import write_text
+from calibrate.checkpoint import check_creatable
 from calibrate.engines.host import vllm_distribution
 from calibrate.errors import UsageError
 from calibrate.families.check import GRANULARITIES, Row
@@ -46,6 +47,7 @@ def write_table(rows: Sequence[Row], target: Path) -> None:
 
 def check_target(target: Path) -> None:
     """Raise UsageError where a table could not be put into `target`, before anything is checked."""
+    check_creatable(target)
     if not target.exists():
         return
     try:

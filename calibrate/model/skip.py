@@ -1,11 +1,13 @@
 """Layers that keep a 16-bit cache beside an FP8 one: what a user's or a recipe's `skip_layers` means for a model."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from calibrate.errors import UsageError
 
 SLIDING = "sliding_window"
+_INDEX = re.compile(r"[0-9]{1,6}")
 SkipLayers = tuple[int | Literal["sliding_window"], ...]
 
 
@@ -14,7 +16,7 @@ def parse_skip_layers(text: str) -> SkipLayers:
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if parts == ["none"]:
         return ()
-    if not parts or any(part != SLIDING and not part.isdecimal() for part in parts):
+    if not parts or any(part != SLIDING and not _INDEX.fullmatch(part) for part in parts):
         raise UsageError(f"--skip-layers {text!r}: give layer indices and {SLIDING}, as 0,1,{SLIDING}, or none")
     return tuple(SLIDING if part == SLIDING else int(part) for part in parts)
 

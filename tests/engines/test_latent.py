@@ -1,6 +1,7 @@
 """Multi-head latent attention: one scale over latent and rotary key, solved from a planted maximum, and where real vLLM holds it."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -89,13 +90,13 @@ def test_vllm_holds_what_export_wrote(source, statistics, tmp_path):
     exported = FORMATS["modelopt"].export(open_given(source, scales, statistics), tmp_path / "modelopt", ExportOptions(), force=False)
     assert "--model-impl transformers" in exported.notes[0]
     assert json.loads((exported.path / "kv_calibration" / "serve.json").read_text())["vllm"] == {"model_impl": "transformers"}
-    (readback,) = load_scales([exported.path])
+    untold = shutil.copytree(exported.path, tmp_path / "untold")
+    (untold / "kv_calibration" / "serve.json").unlink()  # vLLM's own model code, as it would be without being told
+    readback, dropped = load_scales([exported.path, untold])
     assert readback.ok, (readback.error, readback.failures)
     assert len(readback.rows) == 2 * len(scales.layers)
     with pytest.raises(HostError, match="CPU backend runs no FP8 cache of multi-head latent attention"):
         verify_checkpoint(exported.path)
-    (exported.path / "kv_calibration" / "serve.json").unlink()  # vLLM's own model code, as it would be without being told
-    (dropped,) = load_scales([exported.path])
     assert {row.reason for row in dropped.failures} == {"not loaded (stayed 1.0)"}
     assert len(dropped.failures) == len(dropped.rows)
 

@@ -58,17 +58,22 @@ def rows(tmp_path_factory):
         recipe("not-tiny", "llama", tiny={"llama": {}}),
     ]
     with pytest.MonkeyPatch.context() as patch:
-        write, refusal = check._write, check._refusal
+        write, refusal, calibrate, now = check._write, check._refusal, check._calibrate, []
+
+        def following(recipe, *rest):
+            now.append(recipe.family)
+            return calibrate(recipe, *rest)
 
         def spoiling(source, scales, output):
             tensors = write(source, scales, output)
-            if output.parent.name == "spoiled-llama":
+            if now[-1] == "spoiled":
                 spoil_one_scale(output)
             return tensors
 
+        patch.setattr(check, "_calibrate", following)
         patch.setattr(check, "_write", spoiling)
         told = {"out-of-date": NO_QUANT_CONFIG_REASON, "whole-keys": ""}
-        patch.setattr(check, "_refusal", lambda source: told.get(source.path.parent.name.rpartition("-")[0], refusal(source)))
+        patch.setattr(check, "_refusal", lambda source: told.get(now[-1], refusal(source)))
         found = check_recipes(recipes)
     assert [(row.family, row.granularity) for row in found] == [(one.family, each) for one in recipes for each in GRANULARITIES]
     return {one.family: {row.granularity: row for row in found if row.family == one.family} for one in recipes}
@@ -182,6 +187,17 @@ def test_the_command_exits_1_where_a_recipe_is_wrong(tmp_path):
     assert "1 of 1 are not as their recipes say" in invoke(str(file), "--granularity", "head").stdout
 
 
+def test_names_in_a_recipe_are_no_paths(tmp_path, monkeypatch):
+    """Nor do two recipes of one name share a folder."""
+    made = []
+    monkeypatch.setattr(check, "_calibrate", lambda recipe, kind, granularities, folder: made.append(folder) or [])
+    names = (str(tmp_path / "outside"), "../outside", "same", "same")
+    assert check_recipes([recipe(name, "llama") for name in names]) == []
+    assert len({folder.parent for folder in made}) == 1
+    assert len({folder.resolve() for folder in made}) == len(names)
+    assert not list(tmp_path.iterdir())
+
+
 def test_wrong_use_of_the_command_is_one_line(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("no markers")
@@ -190,6 +206,7 @@ def test_wrong_use_of_the_command_is_one_line(tmp_path):
         ("default",): "no tiny model",
         ("llama", "--table", "x.md"): "whole library",
         ("--table", str(page)): "no place",
+        ("--table", str(page / "below" / "x.md")): "cannot write",
     }
     for words, message in wrong.items():
         done = invoke(*words)

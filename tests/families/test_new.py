@@ -98,3 +98,28 @@ def test_remote_code_is_not_run(tmp_path):
     with pytest.raises(UsageError, match="its config cannot be read"):
         model_config(str(folder), None)
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("family", ["a/b", "../up", "/abs", "", " "])
+def test_a_family_is_no_path(tmp_path, monkeypatch, family):
+    monkeypatch.chdir(tmp_path)
+    done = invoke("--model-type", "llama", "--", family)
+    assert (done.exit_code, "no path" in done.stderr) == (2, True)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("family", ["é 😀", 'x"y', "null", "1", "- a: b", "# c"])
+def test_any_other_name_is_read_back_as_it_was_given(tmp_path, family):
+    assert invoke("--model-type", "llama", "-o", str(tmp_path / "r.yaml"), "--", family).exit_code == 0
+    assert load_recipe(tmp_path / "r.yaml").family == family
+
+
+def test_a_models_code_is_neither_run_nor_asked_about(tmp_path, monkeypatch):
+    folder = tiny_checkpoint(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}}))
+    (folder / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("a question"))
+    done = invoke("own", "--model", str(folder), "-o", str(tmp_path / "r.yaml"))
+    assert done.exit_code == 2
+    assert {path.name for path in tmp_path.iterdir()} == {"model"}

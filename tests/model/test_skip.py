@@ -39,7 +39,7 @@ def test_a_reader_goes_with_the_layer_whose_cache_it_reads(shared, asked, skippe
 def test_what_a_user_writes():
     assert parse_skip_layers("0, 11,sliding_window") == (0, 11, "sliding_window")
     assert parse_skip_layers("none") == ()
-    for text in ("", "first", "-1", "1;2", "none,1"):
+    for text in ("", "first", "-1", "1;2", "none,1", "²", "9" * 5000):
         with pytest.raises(UsageError, match=r"--skip-layers .*: give layer indices and sliding_window, as 0,1,sliding_window, or none"):
             parse_skip_layers(text)
 

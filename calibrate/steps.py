@@ -7,6 +7,7 @@ from calibrate.artefact import discard, read_header
 from calibrate.checkpoint import Written, check_creatable, write_checkpoint
 from calibrate.checkpoint.exports import FORMATS, Exported, ExportOptions, open_given
 from calibrate.engines.host import sixteen_bit
+from calibrate.engines.serving import serving
 from calibrate.errors import UsageError
 from calibrate.evaluate.evidence import check_target
 from calibrate.inspection import Inspection, inspect
@@ -63,9 +64,9 @@ def export_checkpoint(
     kept = None if statistics is None else Statistics.load(statistics)
     source = open_source(options if scales is not None else options.model_copy(update={"model": str(path)}))
     if not FORMATS[form].folder:
-        _check_new(output, force, [] if path.is_dir() else [path])
+        _check_new(output, force, [one for one in (path, statistics) if one is not None])
         check_target(source.path, output)
-    engine = ExportOptions(tensor_parallel_size, sixteen_bit(source.config))
+    engine = ExportOptions(tensor_parallel_size, sixteen_bit(source.config), serving(source.path).model_dump(exclude_defaults=True))
     return FORMATS[form].export(open_given(source, scales, kept), output, engine, force=force)
 
 

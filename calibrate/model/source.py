@@ -18,6 +18,7 @@ SINGLE_FILE = "model.safetensors"
 _CANNOT_CARRY = {"awq", "gptq", "gptq_marlin", "awq_marlin", "mxfp4", "torchao", "fbgemm_fp8", "inc", "bitsandbytes", "auto-round", "hqq"}
 _OTHER_CARRIERS = {"fp8", "modelopt", "quark"}
 _CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length", "max_seq_len", "seq_length")  # GPT-2's is the second
+_LAYER_NAMES = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")  # GPT-2 and GPT-J have the second
 _JSON_NAMES = {str: "string", list: "list of strings", dict: "object"}
 
 
@@ -135,6 +136,12 @@ def context_length_of(config: dict[str, Any]) -> int | None:
     text = config.get("text_config") or config
     found = (text.get(name) for name in _CONTEXT_NAMES)
     return next((value for value in found if isinstance(value, int) and value > 0), None)
+
+
+def layer_count_of(config: dict[str, Any]) -> int | None:
+    """Layers of the language model of a config.json, with or without attention; None where it does not say."""
+    text = config.get("text_config") or config
+    return next((text[name] for name in _LAYER_NAMES if type(text.get(name)) is int), None)
 
 
 def without_kv_scheme(quantization: dict[str, Any]) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from calibrate.checkpoint.exports.modelopt import hf_quant_config, vllm_config
 from calibrate.checkpoint.write import ENGINE_SCALES
 from calibrate.cli import main
 from calibrate.collect import collect
+from calibrate.engines.serving import Serving, serving
 from calibrate.errors import UsageError
 from calibrate.model import SourceCheckpoint
 from calibrate.scales import PolicyOptions, solve
@@ -114,6 +115,16 @@ def test_a_model_with_layers_that_cache_nothing_is_refused(tmp_path, llama_scale
     with pytest.raises(UsageError, match=r"must name every layer, and layer 3 .* has no KV cache \(2 such layers\)"):
         export(source, "sglang-json", tmp_path / "scales.json", scales=llama_scales)
     assert not (tmp_path / "scales.json").exists()
+
+
+def test_a_config_that_names_its_layers_otherwise_is_read(tmp_path):
+    path = tiny_checkpoint(tmp_path / "gpt2", "gpt2")
+    scales = solve(collect(collect_run(path, rows_corpus([16]))), PolicyOptions())
+    export(path, "sglang-json", tmp_path / "scales.json", scales=scales)
+    assert len(json.loads((tmp_path / "scales.json").read_text())["kv_cache"]["scaling_factor"]["0"]) == len(scales.layers)
+    edit_config(path, n_layer=None)
+    with pytest.raises(UsageError, match="does not say how many layers"):
+        export(path, "sglang-json", tmp_path / "other.json", scales=scales)
 
 
 # --- the checkpoint that `write` makes, in SGLang
@@ -295,6 +306,28 @@ def test_the_command_writes_says_and_guards(calibrated, llama, llama_scales, tmp
     alone = command(tmp_path / "scales.safetensors", "--model", llama, "--format", "sglang-json", "-o", tmp_path / "alone.json")
     assert (alone.exit_code, "not computed" in alone.stdout) == (0, True)
     assert set(json.loads((tmp_path / "alone.json").read_text())["kv_cache"]["scaling_factor"]) == {"0"}
+
+
+def test_layers_left_in_16_bits_are_not_forgotten(llama, llama_scales, tmp_path):
+    """vLLM is told of them for an export too; a file that cannot say it says so."""
+    kept = write_checkpoint(SourceCheckpoint.open(llama), llama_scales, tmp_path / "kept", skip_layers=(1,)).path
+    told, alone = command(kept, "--format", "modelopt", "-o", tmp_path / "out"), command(kept, "--format", "sglang-json", "-o", tmp_path / "s.json")
+    assert (told.exit_code, alone.exit_code) == (0, 0)
+    assert serving(tmp_path / "out") == serving(kept) == Serving(kv_cache_dtype_skip_layers=(1,))
+    assert "--kv-cache-dtype-skip-layers 1" in (tmp_path / "out" / "README.md").read_text()
+    assert "layers 1 keep 16 bits in vLLM, if it is told so" in " ".join(told.stdout.split())
+    assert "layers 1 were to keep 16 bits, which this form cannot say" in " ".join(alone.stdout.split())
+
+
+def test_statistics_that_are_read_are_not_written_over(llama, llama_scales, llama_statistics, tmp_path):
+    llama_scales.save(tmp_path / "scales.safetensors")
+    llama_statistics.save(tmp_path / "statistics.safetensors")
+    before = snapshot(tmp_path)
+    given = [tmp_path / "scales.safetensors", "--model", llama, "--statistics", tmp_path / "statistics.safetensors"]
+    for target in ("statistics", "scales"):
+        done = command(*given, "--format", "sglang-json", "-o", tmp_path / f"{target}.safetensors", "--force")
+        assert (done.exit_code, "is an input" in done.stderr) == (2, True)
+    assert snapshot(tmp_path) == before
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """What an exporter is given, what it returns, and what no scalar E4M3 form can hold."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,10 +27,17 @@ class ExportOptions:
     Attributes:
         tensor_parallel_size: its ranks, for forms that list them.
         model_dtype: the 16-bit type that it loads the model in, "bfloat16" or "float16", for forms whose scales it keeps in that type.
+        serve: what vLLM must be told for the checkpoint that is exported, by the name of its engine argument.
     """
 
     tensor_parallel_size: int = 1
     model_dtype: str = "bfloat16"
+    serve: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def sixteen_bit(self) -> str:
+        """The layers that are to keep 16 bits, as text; "" where none are."""
+        return ", ".join(map(str, self.serve.get("kv_cache_dtype_skip_layers", ())))
 
 
 @dataclass(frozen=True)

@@ -53,10 +53,10 @@ class Modelopt:
             raise UsageError(
                 f"readers of {_NAME} know attention modules called self_attn or mixer, not {module}: use what `kv-calibrate write` makes"
             )
-        serve = {"model_impl": "transformers"} if latent else {}
+        serve = dict(options.serve) | ({"model_impl": "transformers"} if latent else {})
         form = Form(tensors, vllm_config(), {"hf_quant_config.json": hf_quant_config()}, _USE, serve)
         written = write_form(given.source, given.scales, form, output, statistics=given.statistics)
-        return Exported(_NAME, output, len(given.scales.layers), how=written.how, notes=_notes(tensors, options.model_dtype, latent))
+        return Exported(_NAME, output, len(given.scales.layers), how=written.how, notes=_notes(tensors, options, latent))
 
 
 def modelopt_tensors(source: SourceCheckpoint, scales: Scales) -> dict[str, np.ndarray]:
@@ -97,10 +97,14 @@ def _check_unquantized(source: SourceCheckpoint) -> None:
         )
 
 
-def _notes(tensors: dict[str, np.ndarray], model_dtype: str, latent: bool) -> tuple[str, ...]:
+def _notes(tensors: dict[str, np.ndarray], options: ExportOptions, latent: bool) -> tuple[str, ...]:
     values = torch.tensor([float(value) for value in tensors.values()], dtype=torch.float32)
-    moved = ((values.to(getattr(torch, model_dtype)).float() - values) / values).abs()
+    moved = ((values.to(getattr(torch, options.model_dtype)).float() - values) / values).abs()
     changed = int((moved > 0).sum())
     how = f"{changed} of {len(values)} move, by at most {float(moved.max()):.2%}" if changed else "which holds each of them exactly"
-    serve = (_LATENT,) if latent else ()
-    return (*serve, "the form has no q scales: vLLM uses 1.0 for q", f"vLLM keeps k and v scales in the model's {model_dtype}: {how}")
+    notes = [_LATENT] if latent else []
+    if options.sixteen_bit:
+        notes.append(
+            f"layers {options.sixteen_bit} keep 16 bits in vLLM, if it is told so (kv_calibration/serve.json), else FP8"
+        )
+    return (*notes, "the form has no q scales: vLLM uses 1.0 for q", f"vLLM keeps k and v scales in the model's {options.model_dtype}: {how}")

@@ -8,6 +8,7 @@ import numpy as np
 from calibrate.artefact import write_json
 from calibrate.checkpoint.exports.base import Exported, ExportOptions, Given, Loss, check_scalar_e4m3, latent_layers
 from calibrate.errors import UsageError
+from calibrate.model.source import layer_count_of
 from calibrate.scales import FORMATS, LayerScales, Population, report
 from calibrate.statistics import Statistics
 
@@ -26,6 +27,10 @@ class SglangJson:
         losses, notes = _losses(given), []
         if given.statistics is None:
             notes.append("no statistics were kept, so what sharing one scale costs was not computed")
+        if options.sixteen_bit:
+            notes.append(
+                f"layers {options.sixteen_bit} were to keep 16 bits, which this form cannot say: SGLang puts them in FP8"
+            )
         write_json(output, content(given, options))
         return Exported(_NAME, output, len(given.scales.layers), losses=losses, notes=tuple(notes))
 
@@ -34,7 +39,10 @@ def content(given: Given, options: ExportOptions) -> dict[str, Any]:
     """The file. Raises UsageError where a layer has no scale: SGLang refuses such a file in its log and runs at 1.0."""
     text = given.source.text_config
     scales = {layer.index: float(_shared(layer)) for layer in given.scales.layers}
-    missing = sorted(set(range(int(text["num_hidden_layers"]))) - scales.keys())
+    count = layer_count_of(text)
+    if count is None:
+        raise UsageError(f"{given.source.path}/config.json does not say how many layers the model has, and {_NAME} must name every one")
+    missing = sorted(set(range(count)) - scales.keys())
     if missing:
         raise UsageError(f"{_NAME} must name every layer, and layer {missing[0]} of {given.source.path} has no KV cache ({len(missing)} such layers)")
     layers = {str(index): scale for index, scale in sorted(scales.items())}

@@ -20,6 +20,7 @@ from calibrate import cli_export, cli_kvarn, cli_lm_eval, cli_niah, cli_planning
 from calibrate.cli_options import as_json, corpus_options, model_options, policy_options, skip_layers
 from calibrate.errors import CalibrateError, UsageError
 from calibrate.progress import stderr
+from calibrate.ranks import rank_here, refuse_many
 
 stdout = Console(highlight=False)
 if not stdout.is_terminal:
@@ -67,8 +68,12 @@ def _fail(message: str, code: int) -> NoReturn:
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 @click.version_option(calibrate.__version__, prog_name="kv-calibrate")
-def main() -> None:
+@click.pass_context
+def main(context: click.Context) -> None:
     """Calibrate FP8 KV-cache scales, write them into a checkpoint, and prove that vLLM loads them."""
+    if context.invoked_subcommand != "collect":
+        stderr.quiet = not rank_here().leads  # one line for all ranks
+        refuse_many(str(context.invoked_subcommand))
 
 
 @main.command()
@@ -103,7 +108,7 @@ def run(output: Path | None, force: bool, verify: bool, as_json: bool, **options
 @corpus_options
 @as_json
 def collect(output: Path, force: bool, as_json: bool, **options: Any) -> None:
-    """First step alone: MODEL and a corpus to a statistics file."""
+    """First step alone: MODEL and a corpus to a statistics file. torchrun shares it out among processes and hosts."""
     from calibrate import steps, tables
 
     statistics = steps.collect_to_file(_job(options), output, force=force)
@@ -204,7 +209,9 @@ def _job(options: dict[str, Any]) -> Any:
 
 
 def show(as_json: bool, value: dict[str, Any], render: Callable[[], Any]) -> None:
-    """Print a result: JSON for machines, else what `render` makes of it."""
+    """Print a result: JSON for machines, else what `render` makes of it. Of a team of processes the first one prints."""
+    if not rank_here().leads:
+        return
     if as_json:
         click.echo(json.dumps(_finite(value), indent=2, ensure_ascii=False, allow_nan=False))
     else:

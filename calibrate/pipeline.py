@@ -7,9 +7,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from calibrate.artefact import discard
 from calibrate.checkpoint import Written, check_layers, write_checkpoint
-from calibrate.collect import collect, prepare
+from calibrate.collect import Team, collect, discard_states, prepare
 from calibrate.corpus import Corpus, CorpusOptions, load_corpus
 from calibrate.engines import Readback, unlisted, verify_checkpoint
 from calibrate.errors import UsageError
@@ -100,7 +99,7 @@ def run(options: JobOptions, output: Path | None, *, force: bool = False, verify
     statistics = collect_statistics(source, options, recipe, state=state, check=lambda layers: check_layers(layers, policy, skip))
     scales = solve(statistics, policy)
     written = write_checkpoint(source, scales, output, statistics=statistics, skip_layers=skip, force=force)
-    discard(state)
+    discard_states(state)
     discard_carrier(output)
     readback = verify_checkpoint(output, expected=written.tensors) if verify else None
     if readback is not None:
@@ -137,16 +136,26 @@ def corpus_of(source: SourceCheckpoint, options: JobOptions, recipe: Recipe) -> 
 
 
 def collect_statistics(
-    source: SourceCheckpoint, options: JobOptions, recipe: Recipe, *, state: Path | None, check: Callable[[list[dict[str, Any]]], Any] | None = None
+    source: SourceCheckpoint,
+    options: JobOptions,
+    recipe: Recipe,
+    *,
+    state: Path | None,
+    check: Callable[[list[dict[str, Any]]], Any] | None = None,
+    team: Team | None = None,
 ) -> Statistics:
-    """Corpus and model → statistics; an interrupted run goes on from `state`. `check` is given the layers beforehand, and may refuse."""
-    device = choose_device(options.device)
+    """Corpus and model → statistics; an interrupted run goes on from `state`. `check` is given the layers beforehand, and may refuse.
+
+    `team`: the processes that share the work out; each returns the same statistics.
+    """
+    team = team or Team()
+    device = team.device(choose_device(options.device))
     corpus = corpus_of(source, options, recipe)
     model = load_model(source, device=device, dtype=compute_dtype(source, device, options.dtype), trust_remote_code=options.trust_remote_code)
     try:
         job = prepare(model, source, corpus, tokens_per_batch=options.tokens_per_batch, second_moments=options.kvarn)
         if check is not None:
             check(job.layout.as_dict()["layers"])
-        return collect(job, state=state, state_seconds=options.save_every)
+        return collect(job, state=state, state_seconds=options.save_every, team=team)
     except OverflowError as error:
         raise UsageError(f"{source.path} writes numbers into its cache whose squares exceed 2^100: its weights are damaged") from error

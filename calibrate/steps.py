@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from calibrate.artefact import discard, read_header
+from calibrate.artefact import read_header
 from calibrate.checkpoint import Written, check_creatable, write_checkpoint
 from calibrate.checkpoint.exports import FORMATS, Exported, ExportOptions, open_given
+from calibrate.collect import discard_states, joined
 from calibrate.engines.host import sixteen_bit
 from calibrate.engines.serving import serving
 from calibrate.errors import UsageError
@@ -22,13 +23,20 @@ from calibrate.weights import SCHEMES, Converted, Quantized, check_quantizable, 
 
 
 def collect_to_file(options: JobOptions, output: Path, *, force: bool) -> Statistics:
-    """Collect, and write a statistics file. An interrupted run goes on when the same command is given again."""
-    _check_new(output, force)
-    source = open_source(options)
+    """Collect, and write a statistics file. An interrupted run goes on when the same command is given again.
+
+    Under torchrun every rank does a part of the work and returns the sum; the first one writes it.
+    """
     state = output.with_name(f".{output.name}.collect-state.safetensors")
-    statistics = collect_statistics(source, options, recipe_for(source, options), state=state)
-    statistics.save(output)
-    discard(state)
+    with joined() as team:
+        _check_new(output, force)
+        with team.one_by_host():
+            source = open_source(options)
+        statistics = collect_statistics(source, options, recipe_for(source, options), state=state, team=team)
+        if team.rank.leads:
+            statistics.save(output)
+        team.meet("saved")
+        discard_states(state)
     return statistics
 
 

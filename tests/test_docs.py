@@ -34,6 +34,7 @@ def commands(page: Path) -> list[str]:
     for line in lines:
         text = re.sub(r"^\s*(?:run: |\$ )?", "", line).replace(".venv/bin/", "")
         text = re.sub(r"\s+#.*$", "", text)
+        text = re.sub(r"^torchrun .* -m calibrate ", "kv-calibrate ", text)  # the same command, shared out (tests/collect/test_team.py)
         if text.startswith(("kv-calibrate ", *KNOWN)):
             found.append(re.sub(r"\s*\[[^\]]*\]", "", text).split(" > ")[0].strip())
     return found
@@ -79,6 +80,8 @@ def place(tmp_path_factory):
     foreign.awq(folder / "awq")
     text = "The quick brown fox jumps over the lazy dog and comes home late at night. " * 40
     (folder / "chats.jsonl").write_text("".join(f'{{"text": "{number} {text}"}}\n' for number in range(8)))
+    for number in (1, 2):
+        (folder / f"part-{number}.jsonl").write_text("".join(f'{{"text": "{number} {line} {text}"}}\n' for line in range(4)))
     (folder / "policy.yaml").write_text((ROOT / "data" / "policies" / "default.yaml").read_text())
     words = ["run", f"{folder}/model", "--data", f"{folder}/chats.jsonl", "-o", f"{folder}/calibrated", "--no-verify"]
     made = CliRunner().invoke(main, [*words, "--samples", "4", "--sequence-length", "64"])
@@ -94,7 +97,7 @@ def test_commands_run(command, place, monkeypatch):
     small = {"collect": ["--samples", "4", "--sequence-length", "160"], "compare": ["--samples", "2", "--sequence-length", "64"]}
     small["niah"] = ["--lengths", "400", "--depths", "0.5", "--needles", "1"]
     small["reason"] = ["--problems", "1", "--tasks", "arithmetic", "--levels", "1"]
-    forced = ["--force"] if words[0] in ("collect", "solve", "write", "kvarn") else []
+    forced = ["--force"] if words[0] in ("collect", "merge", "solve", "write", "kvarn") else []
     if words[0] == "write":
         words = [word if word != "calibrated" else "written" for word in words]
     result = CliRunner().invoke(main, [*words, *small.get(words[0], []), *forced])

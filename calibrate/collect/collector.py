@@ -1,7 +1,7 @@
 """The collection: a model and batches in, `Statistics` out."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -16,11 +16,12 @@ import calibrate
 from calibrate.artefact import sha256_bytes
 from calibrate.collect.observer import Observer
 from calibrate.collect.state import ResumeState, interrupts
+from calibrate.collect.team import Team, TeamError
 from calibrate.collect.watch import observe
 from calibrate.corpus import Batch, Corpus, plan_batches
 from calibrate.errors import UsageError
 from calibrate.model import CacheLayout, SourceCheckpoint, cache_dtype_of, probe_layout
-from calibrate.progress import Meter, meter, note
+from calibrate.progress import meter, note
 from calibrate.statistics import CACHE_DTYPES, Statistics
 from calibrate.statistics.second import SKIPPED_TOKENS
 
@@ -46,7 +47,7 @@ class CollectRun:
 
     @property
     def tokens(self) -> int:
-        return int(sum(int(batch.lengths.sum()) for batch in self.batches))
+        return sum(_tokens(batch) for batch in self.batches)
 
     def provenance(self) -> dict[str, Any]:
         """What a reader needs to repeat this run, without the weights' full digests (they are added when it ends)."""
@@ -74,62 +75,104 @@ def prepare(
 
 
 def collect(
-    run: CollectRun, *, state: Path | None = None, state_seconds: float = 60.0, after_batch: Callable[[Batch, Observer], None] | None = None
+    run: CollectRun,
+    *,
+    state: Path | None = None,
+    state_seconds: float = 60.0,
+    after_batch: Callable[[Batch, Observer], None] | None = None,
+    team: Team | None = None,
 ) -> Statistics:
     """Observe every batch.
 
     Args:
         state: file that keeps partial results, so that an interrupted run goes on where it stopped; removed by the caller's next step,
-            when the statistics are safe (`ResumeState.discard`).
+            when the statistics are safe (`discard_states`).
         after_batch: called with each batch and all that was observed up to its end.
+        team: processes that share out the batches; each of them returns the same statistics, of all batches, whatever their number.
 
     Raises:
         UsageError: infinity or NaN in K, V or Q (layer, head and sample are named), or a layer that saw nothing.
+        TeamError: another rank failed; after the state was written.
         KeyboardInterrupt: after the state was written.
     """
+    team = team or Team()
     provenance = run.provenance()
-    resume = ResumeState(state, sha256_bytes(json.dumps(provenance, sort_keys=True).encode()), state_seconds)
+    plan = sha256_bytes(json.dumps(provenance, sort_keys=True).encode())
+    _check_same(team.exchange("plan", [plan, provenance]))
+    resume = ResumeState(state, plan, state_seconds, team)
     observer = Observer(run.layout, CACHE_DTYPES[cache_dtype_of(run.source)], second_moments=run.second_moments)
-    done, layers = resume.read(len(run.batches))
-    observer.restore(layers, _devices(run))
-    finished = sum(int(batch.lengths.sum()) for batch, ready in zip(run.batches, done, strict=True) if ready)
+    done, earlier = resume.read(len(run.batches))
+    for layers in earlier:
+        observer.add(layers, _devices(run))
+    finished = sum(_tokens(batch) for batch, ready in zip(run.batches, done, strict=True) if ready)
     if finished:
         note(f"resuming: {finished:,} of {run.tokens:,} tokens are done")
-    with ThreadPoolExecutor(1) as pool, meter("calibrating", run.tokens, done=finished) as progress:
-        digests = pool.submit(run.source.weight_digests)  # reading and hashing the shards costs no time beside the forward
-        _observe_all(run, observer, resume, done, progress, after_batch)
-        provenance["model"]["weights"] = digests.result()
+    with ThreadPoolExecutor(1) as pool, meter("calibrating", run.tokens, done=finished) as progress, interrupts(patient=team.rank.size > 1) as stop:
+
+        def pause() -> None:
+            if stop.asked:
+                raise _Stopped
+            if others := team.total():
+                progress.advance(others)
+
+        digests = pool.submit(run.source.weight_digests) if team.rank.leads else None  # costs no time beside the forward
+        try:
+            for batch in _observe_all(run, observer, resume, np.flatnonzero(~done), team, pause):
+                if after_batch is not None:
+                    after_batch(batch, observer)
+                progress.advance(_tokens(batch))
+            provenance["model"]["weights"] = team.exchange("weights", digests.result() if digests else None, pause)[0]
+            team.add(observer, _devices(run))
+        except _Stopped as stopped:
+            if died := team.who_died():  # the launcher ended this rank because of that one
+                raise TeamError(died) from stopped
+            kept = f"; run the same command again to go on from {resume.path}" if resume.kept else ""
+            note(f"interrupted after {resume.batches_here} of {len(done)} batches{kept}")
+            raise KeyboardInterrupt from stopped
     _check_seen(run.layout, observer)
     counted = {"tokens": run.tokens, "documents": run.corpus.documents, "samples": len(run.corpus.samples)}
     return Statistics(observer.cache_dtype, observer.layers(), run.layout.as_dict(), counted, (provenance,))
 
 
+class _Stopped(Exception):
+    """Ctrl-C or SIGTERM was met between two batches."""
+
+
 def _observe_all(
-    run: CollectRun,
-    observer: Observer,
-    resume: ResumeState,
-    done: np.ndarray,
-    progress: Meter,
-    after_batch: Callable[[Batch, Observer], None] | None,
-) -> None:
-    with interrupts() as stop:
-        for number, batch in enumerate(run.batches):
-            if done[number]:
-                continue
-            if stop.asked:
-                resume.write(done, observer)
-                kept = f"; run the same command again to go on from {resume.path}" if resume.path and done.any() else ""
-                note(f"interrupted after {int(done.sum())} of {len(done)} batches{kept}")
-                raise KeyboardInterrupt
+    run: CollectRun, observer: Observer, resume: ResumeState, pending: np.ndarray, team: Team, pause: Callable[[], None]
+) -> Iterator[Batch]:
+    """Observe this rank's share of the pending batches, yielding each when it is counted, and wait for the other ranks. Whatever ends it between
+    two batches, the state is written first."""
+    try:
+        for number in pending[team.share([run.batches[number].input_ids.size for number in pending])]:
+            pause()
+            batch = run.batches[number]
             bad = _observe_batch(run, observer, batch)
             if bad:
                 resume.discard()  # no later run could go on from here
                 raise UsageError(_nonfinite_message(run, observer, batch, bad))
-            done[number] = True
-            if after_batch is not None:
-                after_batch(batch, observer)
-            progress.advance(int(batch.lengths.sum()))
-            resume.write_if_due(done, observer)
+            resume.finished(number)
+            yield batch
+            team.advance(_tokens(batch))
+            resume.write_if_due(observer)
+        if team.rank.size > 1:
+            resume.write(observer)  # from here on others may end this rank
+        team.meet("observed", pause)
+    except (_Stopped, TeamError):
+        resume.write(observer)
+        raise
+
+
+def _check_same(plans: Sequence[tuple[str, dict[str, Any]]]) -> None:
+    """Raise UsageError where ranks would add up different runs: other files, versions or options on another host."""
+    for number, (plan, provenance) in enumerate(plans):
+        if plan != plans[0][0]:
+            part = next(name for name in provenance if provenance[name] != plans[0][1].get(name))
+            raise UsageError(f"rank {number} differs from rank 0 in {part}: all hosts need the same model, data, options and versions")
+
+
+def _tokens(batch: Batch) -> int:
+    return int(batch.lengths.sum())
 
 
 def _observe_batch(run: CollectRun, observer: Observer, batch: Batch) -> list[tuple[int, str, int]]:

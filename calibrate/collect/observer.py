@@ -2,7 +2,7 @@
 
 import math
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from calibrate.statistics import CODES, PARTS, CacheDtype, Observed
 from calibrate.statistics.exactsum import LIMBS, carry, to_limbs
 
 Key = tuple[int, str]  # (layer index, kind)
+InPlace = Callable[[torch.Tensor], None]
 _RARE = 0x3000  # bfloat16 magnitudes below 2^-31: hardly ever met, zero excepted (in float16 they are common, which costs time only)
 
 
@@ -147,7 +148,7 @@ class Observer:
 
     def missing(self) -> list[tuple[int, str]]:
         """Every (layer, kind) of the layout that has seen nothing."""
-        return [key for key in self._heads if key not in self.counts]
+        return [key for key in self._heads if key not in self.counts or not bool(self.counts[key].any())]
 
     def layers(self) -> dict[int, dict[str, Observed]]:
         """What was seen so far, on the host."""
@@ -160,17 +161,51 @@ class Observer:
                 result.setdefault(index, {})[kind] = Observed(self.counts[key].cpu().numpy(), self.part_amax[key].cpu().numpy(), sums, second)
         return result
 
-    def restore(self, layers: dict[int, dict[str, Observed]], devices: dict[int, torch.device]) -> None:
-        """Go on from an earlier run's `layers`, on the devices that its modules live on."""
+    def add(self, layers: dict[int, dict[str, Observed]], devices: dict[int, torch.device]) -> None:
+        """Add what an earlier run saw, on the devices that its modules live on."""
         for index, kinds in layers.items():
             for kind, seen in kinds.items():
                 key, device = (index, kind), devices[index]
-                self.counts[key] = torch.from_numpy(seen.counts.copy()).to(device)
-                self.part_amax[key] = torch.from_numpy(seen.part_amax.copy()).to(device)
+                self._start(key, device)
+                self.counts[key] += torch.from_numpy(seen.counts).to(device)
+                torch.maximum(self.part_amax[key], torch.from_numpy(seen.part_amax).to(device), out=self.part_amax[key])
                 if seen.sums is not None:
-                    self.sums[key] = torch.from_numpy(seen.sums.copy()).to(device)
+                    carry(self.sums[key].add_(torch.from_numpy(seen.sums).to(device)).transpose(0, 1))
                 if self.second is not None and seen.second is not None:
-                    self.second.limbs[key] = torch.from_numpy(seen.second.copy()).to(device)
+                    self.second.add(key, torch.from_numpy(seen.second).to(device))
+
+    def all_reduce(self, sum_: InPlace, max_: InPlace, devices: dict[int, torch.device]) -> None:
+        """Add up over processes: integers only, so that the split and the order change no bit.
+
+        Args:
+            sum_, max_: replace a contiguous tensor by its sum or maximum over all processes, each of which calls this.
+        """
+        for key in self._heads:
+            self._start(key, devices[key[0]])
+            occurs = (self.counts[key] != 0).any(dim=0).to(torch.int32)  # [32768]
+            max_(occurs)
+            codes = occurs.nonzero().squeeze(1)
+            counts = self.counts[key][:, codes]  # [heads, codes that occur]: most never do
+            sum_(counts)
+            self.counts[key][:, codes] = counts
+            max_(self.part_amax[key])
+            if key in self.sums:
+                sums = self.sums[key].contiguous()
+                sum_(sums)
+                self.sums[key] = carry(sums.transpose(0, 1)).transpose(0, 1)
+        if self.second is not None:
+            self.second.all_reduce(sum_, devices)
+
+    def _start(self, key: Key, device: torch.device) -> None:
+        """Zeros where nothing was seen yet."""
+        heads, layer = self._heads[key], self.layout[key[0]]
+        if key not in self.counts:
+            self.counts[key] = _zeros((heads, CODES), device)
+        if key not in self.part_amax:
+            self.part_amax[key] = torch.zeros((PARTS, heads), dtype=torch.int32, device=device)
+        if key not in self.sums and key[1] != "q":
+            channels = layer.head_dim if key[1] == "k" else layer.value_head_dim
+            self.sums[key] = torch.zeros((2, LIMBS, heads, channels), dtype=torch.int64, device=device)
 
 
 def _heads(layer: AttentionLayer, kind: str) -> int:

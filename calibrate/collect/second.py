@@ -1,6 +1,6 @@
 """Sums of products of channels, Σ [1, x] [1, x]ᵀ, of every K, V and Q: what rotations, whitening and logit noise can be computed from."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -61,17 +61,28 @@ class SecondMoments:
     def end(self) -> None:
         """Finish a batch: add its sums."""
         for key, sums in self._batch.items():
-            limbs = to_limbs(sums)
-            total = self.limbs.get(key)
-            self.limbs[key] = carry(limbs if total is None else total.add_(limbs))
+            self.add(key, to_limbs(sums))
+
+    def add(self, key: Key, limbs: torch.Tensor) -> None:
+        """Add limbs, int64 [4, kv_heads, packed], which become this object's own."""
+        total = self.limbs.get(key)
+        self.limbs[key] = carry(limbs if total is None else total.add_(limbs))
+
+    def all_reduce(self, sum_: Callable[[torch.Tensor], None], devices: dict[int, torch.device]) -> None:
+        """Add up over processes, each of which calls this; `sum_` replaces a tensor by its sum over all."""
+        for key in self._wanted:
+            limbs = self.limbs[key] if key in self.limbs else torch.from_numpy(self._zeros(key)).to(devices[key[0]])
+            sum_(limbs)
+            self.limbs[key] = carry(limbs)
 
     def of(self, key: Key) -> np.ndarray | None:
         """What was summed, on the host; zeros where no document was longer than what is skipped, None for what is not kept."""
-        layer = self._wanted.get(key)
-        if layer is None:
+        if key not in self._wanted:
             return None
-        if key in self.limbs:
-            return self.limbs[key].cpu().numpy()
+        return self.limbs[key].cpu().numpy() if key in self.limbs else self._zeros(key)
+
+    def _zeros(self, key: Key) -> np.ndarray:
+        layer = self._wanted[key]
         channels = layer.value_head_dim if key[1] == "v" else layer.head_dim
         return np.zeros((LIMBS, layer.num_key_value_heads, packed_length(channels)), dtype=np.int64)
 

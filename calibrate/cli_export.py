@@ -7,6 +7,8 @@ import click
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from calibrate.cli_options import as_json
+
 
 @click.command()
 @click.argument("checkpoint", type=click.Path(path_type=Path))
@@ -17,7 +19,7 @@ from rich.text import Text
 @click.option("--tensor-parallel-size", type=click.IntRange(1), default=1, show_default=True, help="Ranks that sglang-json lists.")
 @click.option("--force", is_flag=True, help="Replace the output.")
 @click.option("--trust-remote-code", is_flag=True, help="Accept a checkpoint that brings Python code.")
-@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout.")
+@as_json
 def export(
     checkpoint: Path, form: str, output: Path, model: str | None, statistics: Path | None, tensor_parallel_size: int, force: bool, as_json: bool,
     trust_remote_code: bool,

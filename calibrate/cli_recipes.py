@@ -5,9 +5,8 @@ from pathlib import Path
 
 import click
 
+from calibrate.cli_options import as_json
 from calibrate.errors import UsageError
-
-_json = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout.")
 
 
 @click.group()
@@ -16,7 +15,7 @@ def recipes() -> None:
 
 
 @recipes.command("list")
-@_json
+@as_json
 def recipes_list(as_json: bool) -> None:
     """All recipes and the model types that they are for."""
     from calibrate import tables
@@ -29,7 +28,7 @@ def recipes_list(as_json: bool) -> None:
 
 @recipes.command("show")
 @click.argument("family")
-@_json
+@as_json
 def recipes_show(family: str, as_json: bool) -> None:
     """A recipe as its author wrote it, comments and all."""
     from rich.syntax import Syntax
@@ -49,7 +48,7 @@ def recipes_show(family: str, as_json: bool) -> None:
 @click.argument("names", nargs=-1, metavar="[FAMILY|FILE]...")
 @click.option("--granularity", type=click.Choice(["tensor", "head"]), help="Only this one. Default: both.")
 @click.option("--table", type=click.Path(path_type=Path), help="Write the support table here (all families, both granularities).")
-@_json
+@as_json
 def recipes_check(names: tuple[str, ...], granularity: str | None, table: Path | None, as_json: bool) -> None:
     """Calibrate a tiny random model of each family, load it in real vLLM, compare every scale. Exit 1 where one is not as its recipe says.
 
@@ -81,7 +80,7 @@ def recipes_check(names: tuple[str, ...], granularity: str | None, table: Path |
 @click.option("--model-type", help="In its place: a model type of transformers, with its class's defaults.")
 @click.option("--output", "-o", type=click.Path(path_type=Path), help="File to write. Default: FAMILY.yaml.")
 @click.option("--force", is_flag=True, help="Replace the file.")
-@_json
+@as_json
 def recipes_new(family: str, model: str | None, model_type: str | None, output: Path | None, force: bool, as_json: bool) -> None:
     """Write a commented recipe for FAMILY from a model's config, with a tiny model that `recipes check` can try."""
     from rich.text import Text

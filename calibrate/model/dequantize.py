@@ -1,8 +1,10 @@
 """Weights that compressed-tensors loaded, dequantized one module at a time, to exactly the values that an engine computes with."""
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from compressed_tensors.compressors import decompress_module
@@ -11,7 +13,7 @@ from compressed_tensors.quantization import QuantizationScheme, QuantizationStat
 from compressed_tensors.quantization.lifecycle.forward import dequantize
 from transformers import PreTrainedModel
 
-from calibrate.model.source import SourceCheckpoint
+from calibrate.model.source import SourceCheckpoint, without_kv_scheme
 
 
 def is_compressed(source: SourceCheckpoint) -> bool:
@@ -24,6 +26,20 @@ def load_dtype(source: SourceCheckpoint, dtype: torch.dtype) -> torch.dtype:
     entries = (entry for header in source.headers.values() for entry in json.loads(header).items() if is_compressed(source))
     wide = any(name.endswith("_scale") and entry["dtype"] == "F32" for name, entry in entries if name != "__metadata__")
     return torch.float32 if wide else dtype
+
+
+def ignored_wherever_it_stands(quantization: dict[str, Any]) -> dict[str, Any]:
+    """A vision-language model's quantization_config, without a KV scheme, that ignores its modules under transformers' names too.
+
+    `ignore` spells them as the checkpoint does ("vision_tower.…", "language_model.model.…"); transformers puts "model." before them, and compares
+    whole names: it would take the towers for quantized.
+    """
+    rest, more = without_kv_scheme(quantization), []
+    for name in rest.get("ignore") or ():
+        pattern = name.removeprefix("re:") if name.startswith("re:") else f"{re.escape(name)}$"
+        tail = name.removeprefix("language_model.").removeprefix("model.")
+        more += [f"re:(.*\\.)?({pattern})"] if tail == name else [f"re:(model\\.)?(language_model\\.)?{re.escape(tail)}$"]
+    return {**rest, "ignore": [*(rest.get("ignore") or ()), *more]}
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from transformers.utils import logging as transformers_logging
 
 from calibrate.errors import HostError, UsageError
 from calibrate.host import cpu_has_fast_bf16
-from calibrate.model.dequantize import dequantize_model, is_compressed, load_dtype, quiet_compressed_tensors
+from calibrate.model.dequantize import dequantize_model, ignored_wherever_it_stands, is_compressed, load_dtype, quiet_compressed_tensors
 from calibrate.model.source import SourceCheckpoint, without_kv_scheme
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -60,8 +61,19 @@ def load_tokenizer(source: SourceCheckpoint, *, trust_remote_code: bool = False)
         raise UsageError(f"the tokenizer in {source.path} cannot be loaded: {_first_line(error)}") from error
 
 
-def load_model(source: SourceCheckpoint, *, device: str, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
+def load_model(
+    source: SourceCheckpoint,
+    *,
+    device: str,
+    dtype: torch.dtype,
+    trust_remote_code: bool = False,
+    placement: dict[str, str] | None = None,
+    offload_folder: Path | None = None,
+) -> PreTrainedModel:
     """Load for inference, without the KV fake quantization that an already calibrated checkpoint asks for.
+
+    Args:
+        placement: module name → "cpu" or "disk", in the place of `device`; what is converted on its way to the disk goes into `offload_folder`.
 
     Raises:
         UsageError: unknown architecture, weights that do not fit the config, or tensors that the checkpoint lacks (transformers would fill
@@ -70,23 +82,28 @@ def load_model(source: SourceCheckpoint, *, device: str, dtype: torch.dtype, tru
     try:
         config = AutoConfig.from_pretrained(source.path, trust_remote_code=trust_remote_code, local_files_only=True)
         _strip_kv_scheme(config)
+        if is_compressed(source) and source.text_config is not source.config:
+            config.quantization_config = ignored_wherever_it_stands(source.quantization)
         with quiet_transformers(), quiet_compressed_tensors():
-            model, report = _from_pretrained(source, config, device, load_dtype(source, dtype), trust_remote_code)
+            where = {"device_map": placement or ("auto" if device == "auto" else {"": device}), "offload_folder": offload_folder}
+            model, report = _from_pretrained(source, config, where, load_dtype(source, dtype), trust_remote_code)
             if is_compressed(source):
                 dequantize_model(model, _DTYPES.get(_checkpoint_dtype(source), torch.bfloat16), dtype)
     except Exception as error:  # safetensors, huggingface_hub and the model's own code each raise their own kinds
         raise UsageError(f"{source.path} cannot be loaded by transformers: {_first_line(error)}") from error
+    if unread := sorted(name for name in report["unexpected_keys"] if name.endswith((".weight_scale", ".weight_packed"))):
+        raise UsageError(f"{source.path} has quantized weights that its quantization_config does not name, first {unread[0]}")
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])
         raise UsageError(f"{source.path} lacks {len(missing)} tensors that its config asks for, first {missing[0]}")
     return model.eval()
 
 
-def _from_pretrained(source: SourceCheckpoint, config: Any, device: str, dtype: torch.dtype, trust: bool) -> tuple[PreTrainedModel, dict]:
+def _from_pretrained(source: SourceCheckpoint, config: Any, where: dict[str, Any], dtype: torch.dtype, trust: bool) -> tuple[PreTrainedModel, dict]:
     options = {
         "config": config,
         "dtype": dtype,
-        "device_map": "auto" if device == "auto" else {"": device},
+        **where,
         "trust_remote_code": trust,
         "local_files_only": True,
         "use_safetensors": True,

@@ -1,6 +1,6 @@
 """Quantizes a checkpoint's weights with llmcompressor. Run as a file by another environment's Python: it imports nothing of calibrate.
 
-`python llmcompressor_child.py JOB.json`; the job holds `model`, `output`, `scheme`, `tokens` (an .npz, or null), `seed`, `device`,
+`python llmcompressor_child.py JOB.json`; the job holds `model`, `auto_class`, `output`, `scheme`, `tokens` (an .npz, or null), `seed`, `device`,
 `trust_remote_code`, `alive_fd`, and `result`: the JSON file that tells what was done.
 """
 
@@ -33,14 +33,15 @@ def quantize(job: dict[str, Any]) -> dict[str, Any]:
 
     torch.manual_seed(job["seed"])
     options = {"trust_remote_code": job["trust_remote_code"], "local_files_only": True}
-    model = transformers.AutoModelForCausalLM.from_pretrained(
+    model = getattr(transformers, job["auto_class"]).from_pretrained(
         job["model"], dtype="auto", device_map="auto" if job["device"] == "auto" else {"": job["device"]}, use_safetensors=True, **options
     )
     recipe, group_size = _recipe(job["scheme"], model)
     data = {} if job["tokens"] is None else _data(job["tokens"])
     if not torch.accelerator.is_available():
         _leave_unpinned()
-    llmcompressor.oneshot(model=model, recipe=recipe, **data)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(job["model"], **options)  # else it would want an image processor where there are images
+    llmcompressor.oneshot(model=model, processor=tokenizer, recipe=recipe, **data)
     model.save_pretrained(job["output"], save_compressed=True)
     versions = {module.__name__: module.__version__ for module in (compressed_tensors, llmcompressor, torch, transformers)}
     return {"group_size": group_size, "versions": versions}

@@ -14,6 +14,7 @@ from calibrate.checkpoint.place import check_target, folder_in_the_making
 from calibrate.corpus import Corpus
 from calibrate.errors import UsageError
 from calibrate.model import SourceCheckpoint
+from calibrate.model.load import auto_class
 from calibrate.model.source import INDEX_FILE
 from calibrate.progress import note
 from calibrate.weights.process import find_python, run_llmcompressor
@@ -75,6 +76,7 @@ def quantize_checkpoint(
     with folder_in_the_making(output) as making, tempfile.TemporaryDirectory(prefix="kv-calibrate-rows-") as folder:
         job = {
             "model": str(source.path.resolve()),
+            "auto_class": auto_class(source.model_type, source.config.get("architectures")).__name__,
             "output": str(making.resolve()),
             "scheme": scheme,
             "tokens": None if corpus is None else _save_rows(Path(folder) / "rows.npz", corpus),

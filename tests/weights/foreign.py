@@ -121,11 +121,22 @@ def gptq(
     return made
 
 
-def fp8(path: Path, *, block: tuple[int, int] | None = None, static: bool = False, dtype: torch.dtype = torch.bfloat16, **config) -> Foreign:
-    """One scale a tensor (AutoFP8), or one a block (DeepSeek's form), the last ones smaller where they do not divide the shape."""
-    tensors = _source(path, dtype)
+def fp8(
+    path: Path,
+    *,
+    block: tuple[int, int] | None = None,
+    static: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+    vision_language: str | None = None,
+    **config,
+) -> Foreign:
+    """One scale a tensor (AutoFP8), or one a block (DeepSeek's form), the last ones smaller where they do not divide the shape.
+
+    vision_language: the type of a model in the llama's place, whose towers stay as they are.
+    """
+    tensors = load_file(tiny_checkpoint(path, vision_language, dtype=dtype) / "model.safetensors") if vision_language else _source(path, dtype)
     made = Foreign(path)
-    for number, module in enumerate(linears(tensors)):
+    for number, module in enumerate(name for name in linears(tensors) if "vision" not in name):
         weight = tensors.pop(f"{module}.weight").float()
         if block:
             tensors[f"{module}.weight_scale_inv"] = scale = block_scales(weight, block)

@@ -68,6 +68,22 @@ def test_every_weight_is_the_one_that_the_codes_mean(case, tmp_path):
         assert torch.equal(model.get_submodule(module).weight, weight.float()), module
 
 
+def test_a_vision_language_models_towers_are_loaded_as_they_are(tmp_path):
+    """The config ignores them under the checkpoint's names, which are not those of transformers."""
+    known = foreign.fp8(tmp_path / "foreign", vision_language="gemma3")
+    path = convert_checkpoint(SourceCheckpoint.open(tmp_path / "foreign"), tmp_path / "converted").path
+    model = load_model(SourceCheckpoint.open(path), device="cpu", dtype=torch.float32)
+    before, loaded = load_file(tmp_path / "foreign/model.safetensors"), model.state_dict()
+    towers = [name for name in before if name.startswith("vision_tower.") and name.endswith("proj.weight")]
+    assert len(towers) == 9
+    assert all(torch.equal(loaded[f"model.{name}"], before[name].float()) for name in towers)
+    for module, weight in known.weights.items():
+        assert torch.equal(loaded[module.replace("language_model.model", "model.language_model") + ".weight"], weight.float()), module
+    foreign.edit_config(path, quantization_config=json.loads((path / "config.json").read_text())["quantization_config"] | {"ignore": ["re:.*proj"]})
+    with pytest.raises(UsageError, match="quantized weights that its quantization_config does not name"):
+        load_model(SourceCheckpoint.open(path), device="cpu", dtype=torch.float32)
+
+
 def test_scales_symmetry_and_activations_are_told_as_they_are(tmp_path):
     wanted = {
         "awq": ("group", 32, False, None),

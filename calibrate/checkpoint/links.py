@@ -4,11 +4,13 @@ import errno
 import fcntl
 import os
 import shutil
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from calibrate.errors import UsageError
 
 _FICLONE = 0x40049409  # linux/fs.h: share all extents of another file (btrfs, xfs)
+_NOT_ITS_OWN = {".git", ".cache", ".gitattributes"}
 _NOT_HERE = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EACCES, errno.ENOSYS}
 
 
@@ -36,6 +38,15 @@ def _reflink(source: Path, target: Path) -> bool:
                 raise
             return False
     return True
+
+
+def own_files(root: Path, besides: Collection[str] = ()) -> Iterator[tuple[Path, Path]]:
+    """Every file of a checkpoint, sorted: its path below `root`, and the regular file behind it. Version control's own are left out, and those at
+    the top that are called as in `besides`. Raises UsageError as `resolved`."""
+    for path in sorted(root.rglob("*")):
+        relative = path.relative_to(root)
+        if relative.parts[0] not in _NOT_ITS_OWN and relative.parts[0] not in besides and (path.is_symlink() or not path.is_dir()):
+            yield relative, resolved(path, root)
 
 
 def resolved(path: Path, root: Path) -> Path:

@@ -9,11 +9,13 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from calibrate.artefact import process_is_dead
+from calibrate.checkpoint.links import own_files
 from calibrate.errors import UsageError
 
 
 def check_target(source: Path, output: Path, *, force: bool) -> None:
-    """Raise UsageError where `output` may not be written: it exists, is, holds or lies in the source, or its disk is read-only.
+    """Raise UsageError where `output` may not be written: it exists, is, holds or lies in the source, or its disk is read-only; or where a link in
+    the source leads out of it, which would be published with the output.
 
     A folder that a killed run had moved aside is put back first: it is the user's, and counts as existing.
     """
@@ -30,6 +32,8 @@ def check_target(source: Path, output: Path, *, force: bool) -> None:
         raise UsageError(f"output {output} exists: give another folder, or --force to replace it")
     if output.exists() and not output.is_dir():
         raise UsageError(f"output {output} is a file, not a folder")
+    for _ in own_files(source):
+        pass
 
 
 def check_creatable(path: Path) -> None:

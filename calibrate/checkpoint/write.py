@@ -13,7 +13,7 @@ import numpy as np
 from calibrate.artefact import SERVE_FILE, sha256_file, write_json, write_tensors, write_text
 from calibrate.checkpoint.card import VLLM_USE, Use, with_section
 from calibrate.checkpoint.kvarn_reference import TABLES_FILE, with_tables
-from calibrate.checkpoint.links import link, resolved
+from calibrate.checkpoint.links import link, own_files, resolved
 from calibrate.checkpoint.names import tensor_prefixes
 from calibrate.checkpoint.place import check_target, folder_in_the_making
 from calibrate.checkpoint.quantconfig import merged_quantization_config
@@ -33,7 +33,6 @@ ENGINE_SCALES = "kv-calibrate/engine-scales/1"
 FOLDER = "kv_calibration"
 _OURS = {"config.json", INDEX_FILE, SCALES_FILE, "README.md", FOLDER}
 _TOKENS_OR_PROMPTS = re.compile(r"tokenizer|vocab|merges|special_tokens|added_tokens|chat_template|generation_config")
-_LEFT_OUT = {".git", ".cache", ".gitattributes"}
 
 
 @dataclass(frozen=True)
@@ -169,11 +168,7 @@ def check_same_weights(source: SourceCheckpoint, scales: Scales) -> None:
 def _bring_files(source: SourceCheckpoint, names: dict[str, str], dropped: set[str], making: Path) -> Counter[str]:
     stale = {source.weight_map[name] for name in dropped}
     how: Counter[str] = Counter()
-    for path in sorted(source.path.rglob("*")):
-        relative = path.relative_to(source.path)
-        if relative.parts[0] in _OURS | _LEFT_OUT or (path.is_dir() and not path.is_symlink()):
-            continue
-        real = resolved(path, source.path)
+    for relative, real in own_files(source.path, _OURS):
         target = making / names.get(str(relative), str(relative))
         target.parent.mkdir(parents=True, exist_ok=True)
         if str(relative) in stale:

@@ -35,11 +35,13 @@ def ignored_wherever_it_stands(quantization: dict[str, Any]) -> dict[str, Any]:
     whole names: it would take the towers for quantized.
     """
     rest, more = without_kv_scheme(quantization), []
-    for name in rest.get("ignore") or ():
+    if not isinstance(rest.get("ignore"), list) or not all(isinstance(name, str) for name in rest["ignore"]):
+        return rest  # none, or nothing that compressed-tensors' schema takes
+    for name in rest["ignore"]:
         pattern = name.removeprefix("re:") if name.startswith("re:") else f"{re.escape(name)}$"
         tail = name.removeprefix("language_model.").removeprefix("model.")
         more += [f"re:(.*\\.)?({pattern})"] if tail == name else [f"re:(model\\.)?(language_model\\.)?{re.escape(tail)}$"]
-    return {**rest, "ignore": [*(rest.get("ignore") or ()), *more]}
+    return {**rest, "ignore": [*rest["ignore"], *more]}
 
 
 @contextmanager

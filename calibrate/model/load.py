@@ -161,4 +161,8 @@ def _checkpoint_dtype(source: SourceCheckpoint) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    """What an error says first; where that is but a headline, with the two lines below it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    if "ignore_mismatched_sizes" in lines[0]:
+        return "its weights are not of the shapes that its config asks for"
+    return " ".join(lines[: 3 if lines[0].endswith(":") or "validation error" in lines[0] else 1])

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from calibrate.artefact import SCALES_FILE, write_json
-from calibrate.checkpoint.links import link, resolved
+from calibrate.checkpoint.links import link, own_files
 from calibrate.checkpoint.place import check_target, folder_in_the_making
 from calibrate.corpus import Corpus
 from calibrate.errors import UsageError
@@ -21,7 +21,7 @@ from calibrate.weights.process import find_python, run_llmcompressor
 from calibrate.weights.record import WEIGHTS_FILE, write_record
 from calibrate.weights.schemes import SCHEMES
 
-_LEFT_OUT = {".git", ".cache", ".gitattributes", "config.json", INDEX_FILE, SCALES_FILE, WEIGHTS_FILE, "kv_calibration"}
+_LEFT_OUT = {"config.json", INDEX_FILE, SCALES_FILE, WEIGHTS_FILE, "kv_calibration"}
 _OLD_SETTINGS = {"quantize_config.json", "quant_config.json", "hf_quant_config.json"}  # of AutoGPTQ, AutoAWQ, ModelOpt: they describe other weights
 
 
@@ -120,14 +120,11 @@ def _merge_config(source: SourceCheckpoint, making: Path) -> dict[str, Any]:
 
 def bring_others(source: SourceCheckpoint, making: Path) -> None:
     """Everything of the source but weights and what describes them: tokenizer, card, licence, as they are."""
-    for path in sorted(source.path.rglob("*")):
-        relative = path.relative_to(source.path)
-        if relative.parts[0] in _LEFT_OUT | _OLD_SETTINGS or str(relative) in source.headers or (path.is_dir() and not path.is_symlink()):
-            continue
+    for relative, real in own_files(source.path, _LEFT_OUT | _OLD_SETTINGS | source.headers.keys()):
         target = making / relative
         target.parent.mkdir(parents=True, exist_ok=True)
         target.unlink(missing_ok=True)  # llmcompressor's own generation_config.json
-        link(resolved(path, source.path), target)
+        link(real, target)
 
 
 def _weights(folder: Path) -> list[str]:

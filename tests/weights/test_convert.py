@@ -82,6 +82,9 @@ def test_a_vision_language_models_towers_are_loaded_as_they_are(tmp_path):
     foreign.edit_config(path, quantization_config=json.loads((path / "config.json").read_text())["quantization_config"] | {"ignore": ["re:.*proj"]})
     with pytest.raises(UsageError, match="quantized weights that its quantization_config does not name"):
         load_model(SourceCheckpoint.open(path), device="cpu", dtype=torch.float32)
+    foreign.edit_config(path, quantization_config=json.loads((path / "config.json").read_text())["quantization_config"] | {"ignore": "x"})
+    with pytest.raises(UsageError, match="ignore Input should be a valid list"):
+        load_model(SourceCheckpoint.open(path), device="cpu", dtype=torch.float32)
 
 
 def test_scales_symmetry_and_activations_are_told_as_they_are(tmp_path):

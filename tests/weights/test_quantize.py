@@ -140,6 +140,22 @@ def test_an_environment_without_llmcompressor_is_the_hosts_matter(dense, tmp_pat
     assert _left(tmp_path) == set()
 
 
+def test_a_link_out_of_the_checkpoint_is_refused_before_the_work(dense, tmp_path, stand_in):
+    """`convert` reads no file behind one either."""
+    (tmp_path / "secret").touch()
+    (dense / "notes.txt").symlink_to(tmp_path / "secret")
+    for command in (["quantize", dense, "--scheme", "fp8"], ["run", dense, "--weights", "fp8"], ["run", dense]):
+        result = CliRunner().invoke(main, [*map(str, command), "--output", str(tmp_path / "out")])
+        assert (result.exit_code, "outside the checkpoint" in result.stderr) == (2, True)
+    foreign.awq(tmp_path / "awq")
+    (tmp_path / "awq/model.safetensors").rename(tmp_path / "elsewhere")
+    (tmp_path / "awq/model.safetensors").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UsageError, match="outside the checkpoint"):
+        convert_checkpoint(SourceCheckpoint.open(tmp_path / "awq"), tmp_path / "out")
+    assert not stand_in()
+    assert _left(tmp_path) == {"secret", "awq", "elsewhere"}
+
+
 def test_towers_are_left_as_they_are():
     """By the child's own rule, on a model with an image tower and a projector."""
     outside = runpy.run_path(str(Path(llmcompressor_child.__file__)))["outside_the_language_model"]

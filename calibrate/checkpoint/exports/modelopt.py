@@ -104,7 +104,5 @@ def _notes(tensors: dict[str, np.ndarray], options: ExportOptions, latent: bool)
     how = f"{changed} of {len(values)} move, by at most {float(moved.max()):.2%}" if changed else "which holds each of them exactly"
     notes = [_LATENT] if latent else []
     if options.sixteen_bit:
-        notes.append(
-            f"layers {options.sixteen_bit} keep 16 bits in vLLM, if it is told so (kv_calibration/serve.json), else FP8"
-        )
+        notes.append(f"layers {options.sixteen_bit} keep 16 bits in vLLM, if it is told so (kv_calibration/serve.json), else FP8")
     return (*notes, "the form has no q scales: vLLM uses 1.0 for q", f"vLLM keeps k and v scales in the model's {options.model_dtype}: {how}")

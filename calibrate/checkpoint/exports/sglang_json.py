@@ -28,9 +28,7 @@ class SglangJson:
         if given.statistics is None:
             notes.append("no statistics were kept, so what sharing one scale costs was not computed")
         if options.sixteen_bit:
-            notes.append(
-                f"layers {options.sixteen_bit} were to keep 16 bits, which this form cannot say: SGLang puts them in FP8"
-            )
+            notes.append(f"layers {options.sixteen_bit} were to keep 16 bits, which this form cannot say: SGLang puts them in FP8")
         write_json(output, content(given, options))
         return Exported(_NAME, output, len(given.scales.layers), losses=losses, notes=tuple(notes))
 

@@ -19,6 +19,13 @@ model_options = _together(
     device,
     click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Compute type. Default: what this host is fast in."),
     trust_remote_code,
+    click.option(
+        "--streaming",
+        type=click.Choice(["auto", "always", "never"]),
+        default="auto",
+        show_default=True,
+        help="Read the model layer by layer, to the same result: where it does not fit into memory, always, or never.",
+    ),
     click.option("--kvarn", is_flag=True, help="Collect second moments too, from which KVarN variance tables are made."),
 )
 row_options = _together(

@@ -120,6 +120,35 @@ def total_memory() -> int:
     return total
 
 
+def available_memory() -> int:
+    """Bytes that this process can still use: what the system has free, or less under a cgroup's limit."""
+    meminfo = Path("/proc/meminfo")
+    found = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo.read_text(), re.MULTILINE) if meminfo.exists() else None
+    free = [int(found[1]) * 1024 if found else total_memory()]
+    cgroups = Path("/proc/self/cgroup")
+    for line in cgroups.read_text().splitlines() if cgroups.exists() else ():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            root, names = Path("/sys/fs/cgroup"), ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            root, names = Path("/sys/fs/cgroup/memory"), ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        folder = root / path.lstrip("/")
+        lefts = [_cgroup_left(place, *names) for place in (folder, *folder.parents) if place.is_relative_to(root)]
+        free += [left for left in lefts if left is not None]
+    return max(0, min(free))
+
+
+def _cgroup_left(folder: Path, limit: str, used: str, cache: str) -> int | None:
+    """Bytes below one cgroup's limit; pages of files that the kernel would drop count as free."""
+    if not all((folder / name).is_file() for name in (limit, used, "memory.stat")):
+        return None
+    most = (folder / limit).read_text().strip()
+    droppable = re.search(rf"^{cache} (\d+)$", (folder / "memory.stat").read_text(), re.MULTILINE)
+    return None if most == "max" else int(most) - int((folder / used).read_text()) + (int(droppable[1]) if droppable else 0)
+
+
 def _gpus() -> tuple[Gpu, ...]:
     import torch
 

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from calibrate.checkpoint import Written, check_layers, write_checkpoint
-from calibrate.collect import Team, collect, discard_states, prepare
+from calibrate.collect import Team, collect, collect_streamed, discard_states, layers_folder, plan_streaming, prepare
 from calibrate.corpus import Corpus, CorpusOptions, load_corpus
 from calibrate.engines import Readback, unlisted, verify_checkpoint
 from calibrate.errors import UsageError
@@ -43,6 +43,7 @@ class JobOptions(BaseModel):
     tokens_per_batch: int | None = None
     save_every: float = 60.0
     kvarn: bool = False
+    streaming: str = "auto"
     trust_remote_code: bool = False
     policy: str | None = None
     granularity: str | None = None
@@ -151,11 +152,25 @@ def collect_statistics(
     team = team or Team()
     device = team.device(choose_device(options.device))
     corpus = corpus_of(source, options, recipe)
-    model = load_model(source, device=device, dtype=compute_dtype(source, device, options.dtype), trust_remote_code=options.trust_remote_code)
+    dtype, trust = compute_dtype(source, device, options.dtype), options.trust_remote_code
+    how = {"tokens_per_batch": options.tokens_per_batch, "second_moments": options.kvarn}
     try:
-        job = prepare(model, source, corpus, tokens_per_batch=options.tokens_per_batch, second_moments=options.kvarn)
+        plan = plan_streaming(source, corpus, dtype, _streaming(options, device, team, state), trust_remote_code=trust)
+        if plan is not None:
+            note(str(plan))
+            how |= {"state_seconds": options.save_every, "trust_remote_code": trust, "check": check}
+            return collect_streamed(source, corpus, plan, layers_folder(state), dtype=dtype, **how)
+        job = prepare(load_model(source, device=device, dtype=dtype, trust_remote_code=trust), source, corpus, **how)
         if check is not None:
             check(job.layout.as_dict()["layers"])
         return collect(job, state=state, state_seconds=options.save_every, team=team)
     except OverflowError as error:
         raise UsageError(f"{source.path} writes numbers into its cache whose squares exceed 2^100: its weights are damaged") from error
+
+
+def _streaming(options: JobOptions, device: str, team: Team, state: Path | None) -> str:
+    """The mode that was asked for, as far as it can be had: layers are streamed to one process, on the CPU."""
+    can = device == "cpu" and team.rank.size == 1 and state is not None
+    if options.streaming == "always" and not can:
+        raise UsageError("--streaming always is for one process on the CPU: give --device cpu, without torchrun")
+    return options.streaming if can else "never"

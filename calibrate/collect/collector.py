@@ -103,7 +103,7 @@ def collect(
     observer = Observer(run.layout, CACHE_DTYPES[cache_dtype_of(run.source)], second_moments=run.second_moments)
     done, earlier = resume.read(len(run.batches))
     for layers in earlier:
-        observer.add(layers, _devices(run))
+        observer.add(layers, devices_of(run))
     finished = sum(_tokens(batch) for batch, ready in zip(run.batches, done, strict=True) if ready)
     if finished:
         note(f"resuming: {finished:,} of {run.tokens:,} tokens are done")
@@ -122,14 +122,19 @@ def collect(
                     after_batch(batch, observer)
                 progress.advance(_tokens(batch))
             provenance["model"]["weights"] = team.exchange("weights", digests.result() if digests else None, pause)[0]
-            team.add(observer, _devices(run))
+            team.add(observer, devices_of(run))
         except _Stopped as stopped:
             if died := team.who_died():  # the launcher ended this rank because of that one
                 raise TeamError(died) from stopped
             kept = f"; run the same command again to go on from {resume.path}" if resume.kept else ""
             note(f"interrupted after {resume.batches_here} of {len(done)} batches{kept}")
             raise KeyboardInterrupt from stopped
-    _check_seen(run.layout, observer)
+    check_seen(run.layout, observer)
+    return finished_statistics(run, observer, provenance)
+
+
+def finished_statistics(run: CollectRun, observer: Observer, provenance: dict[str, Any]) -> Statistics:
+    """What was observed, as an artefact."""
     counted = {"tokens": run.tokens, "documents": run.corpus.documents, "samples": len(run.corpus.samples)}
     return Statistics(observer.cache_dtype, observer.layers(), run.layout.as_dict(), counted, (provenance,))
 
@@ -196,20 +201,22 @@ def _nonfinite_message(run: CollectRun, observer: Observer, batch: Batch, bad: S
     return f"{_KIND_NAMES[kind]} of layer {index} ({name}), head {head}, is infinite or NaN on {sample}: nothing was written"
 
 
-def _check_seen(layout: CacheLayout, observer: Observer) -> None:
+def check_seen(layout: CacheLayout, observer: Observer) -> None:
+    """Raise UsageError for a layer of which nothing was seen."""
     missing = observer.missing()
     if missing:
         index, kind = missing[0]
         raise UsageError(f"{_KIND_NAMES[kind]} of layer {index} ({layout[index].module}) saw nothing: no scale can be solved for it")
 
 
-def _devices(run: CollectRun) -> dict[int, torch.device]:
+def devices_of(run: CollectRun) -> dict[int, torch.device]:
+    """Where each layer computes, and its counts are kept."""
     return {layer.index: _device_of(run.model, layer.module) for layer in run.layout.layers}
 
 
 def _device_of(model: PreTrainedModel, module: str) -> torch.device:
     parameter = next(model.get_submodule(module).parameters(), None)
-    return model.device if parameter is None else parameter.device
+    return model.device if parameter is None or parameter.is_meta else parameter.device
 
 
 def _batches_digest(batches: Sequence[Batch]) -> str:

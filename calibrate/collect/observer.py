@@ -121,6 +121,8 @@ class Observer:
             (layer, kind, head) of every head that produced infinity or NaN; where there is one, nothing was added to the sums.
         """
         keys = list(self._batch_amax)
+        if not keys:  # layer by layer: this one caches nothing
+            return []
         amax = torch.cat([self._batch_amax[key].cpu() for key in keys]).tolist()
         heads = [(*key, head) for key in keys for head in range(self._heads[key])]
         bad = [where for where, code in zip(heads, amax, strict=True) if code >= self.cache_dtype.first_nonfinite]

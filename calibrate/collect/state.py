@@ -1,6 +1,7 @@
 """Where an interrupted collection stands: a file that is replaced whole, so that a kill at any moment leaves a usable one."""
 
 import re
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -102,9 +103,16 @@ class ResumeState:
 
 
 def discard_states(path: Path) -> None:
-    """Remove the state file of every rank."""
+    """Remove the state file of every rank, and the folder of a layer by layer collection."""
     for file in [path, *_files(path)]:
         discard(file)
+    if layers_folder(path).exists():
+        shutil.rmtree(layers_folder(path))
+
+
+def layers_folder(path: Path) -> Path:
+    """Where a layer by layer collection keeps its state and hidden states, beside the state file that it does not write."""
+    return path.with_suffix(".layers")
 
 
 def _file_of(path: Path, rank: int) -> Path:

@@ -57,8 +57,9 @@ def picture(result: SpectrumResult) -> bytes:
             label=family if family not in drawn else None,
         )
         drawn.add(family)
-    _label(axes, rows, whole)
+    axes.margins(x=0.12)  # room for the last label
     axes.set(yscale="log", xlabel="cache bytes, % of 16 bits", ylabel="KL to the 16-bit cache, nats a token")
+    _label(axes, rows, whole)
     axes.grid(color="#e5e5e5", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(title="filled: served by vLLM", fontsize=8, title_fontsize=8, frameon=False)

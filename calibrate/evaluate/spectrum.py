@@ -56,7 +56,8 @@ class SpectrumOptions(BaseModel):
     """What is compared and how much of it.
 
     Attributes:
-        compare: the scored text, device, compute type and prefill block.
+        compare: the scored text, device, compute type and prefill block. Blocks are short by default: a block attends to its own tokens in 16 bits
+            in many formats (`LowBitFormat.own_exact_above`), and in long blocks these would seem better than they are.
         offline: the text that tables and codebooks are made of.
         needles, reasoning: None leaves them out.
         storage_rows: scored rows whose K and V are stored in every format.
@@ -65,7 +66,7 @@ class SpectrumOptions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     formats: tuple[str, ...] = DEFAULT_FORMATS
-    compare: CompareOptions = CompareOptions(sequence_length=1024)
+    compare: CompareOptions = CompareOptions(sequence_length=1024, block=128)
     offline: CompareOptions = CompareOptions(data="builtin", samples=8, sequence_length=1024)
     needles: NeedleGrid | None = NeedleGrid(lengths=(1024, 2048), depths=(0.0, 0.25, 0.5, 0.75, 1.0), needles_per_cell=4)
     reasoning: ReasoningPlan | None = ReasoningPlan(problems=4)

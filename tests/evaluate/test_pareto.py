@@ -7,8 +7,10 @@ from calibrate.evaluate.spectrum_result import Hits
 from tests.evaluate.spectrum_rows import fidelity, row
 
 BOUNDS = SpectrumBounds()
-ENOUGH = Hits(hits=38, asked=40, lost=2, won=1, p_worse=0.5)
+ENOUGH = Hits(hits=38, asked=40, lost=2, won=1, p_worse=0.5)  # the 16-bit cache solved 39
 FEW = Hits(hits=3, asked=40, lost=0, won=0, p_worse=1.0)
+SOME = Hits(hits=6, asked=12, lost=4, won=1, p_worse=0.19)
+ALL_OF_FEW = Hits(hits=0, asked=12, lost=6, won=0, p_worse=0.0156)
 LOST = Hits(hits=20, asked=40, lost=19, won=0, p_worse=2e-6)
 
 
@@ -20,6 +22,7 @@ LOST = Hits(hits=20, asked=40, lost=19, won=0, p_worse=2e-6)
         (fidelity(0.01), "fp8", FEW, ENOUGH, "pilot", "needles: the 16-bit cache solved fewer"),
         (fidelity(0.01), "fp8", None, None, "pilot", "needles: not asked"),
         (fidelity(0.01), None, ENOUGH, ENOUGH, "pilot", "no released vLLM"),
+        (fidelity(0.01), "fp8", SOME, ENOUGH, "pilot", "6 of 12, the 16-bit cache 9"),  # not beyond chance, but too many to wave through
         (fidelity(0.05), "fp8", ENOUGH, ENOUGH, "pilot", "beyond 0.03"),
         (fidelity(0.02, kl_high=0.04), "fp8", ENOUGH, ENOUGH, "pilot", "(to 0.04)"),  # the interval decides, not the value
         (fidelity(0.01, 1.05), "fp8", ENOUGH, ENOUGH, "pilot", "1.0500"),
@@ -27,6 +30,7 @@ LOST = Hits(hits=20, asked=40, lost=19, won=0, p_worse=2e-6)
         (fidelity(0.01, 1.2), "fp8", ENOUGH, ENOUGH, "no", "1.2000"),
         (fidelity(0.01), "fp8", LOST, ENOUGH, "no", "19 lost"),
         (fidelity(0.01), "fp8", ENOUGH, LOST, "no", "problems: 20 of 40"),
+        (fidelity(0.01), "fp8", ALL_OF_FEW, None, "no", "6 lost"),  # few were found, and all of them lost
         (fidelity(0.2), "fp8", LOST, ENOUGH, "no", "needles"),
     ],
 )

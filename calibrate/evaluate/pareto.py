@@ -40,7 +40,7 @@ def judge(
     for name, hits in (("needles", needles), ("problems", problems)):
         if hits is not None and hits.p_worse < bounds.significance:
             lost.append(f"{name}: {hits.hits} of {hits.asked}, {hits.lost} lost and {hits.won} won against 16 bits (McNemar p = {hits.p_worse:.2g})")
-        elif hits is None or hits.hits + hits.lost - hits.won < bounds.least_hits:
+        elif hits is None or hits.sixteen_bit < bounds.least_hits:
             asked.append(f"{name}: the 16-bit cache solved fewer than {bounds.least_hits}, too few to tell" if hits else f"{name}: not asked")
     if lost or kl.high > bounds.pilot_kl or ratio.high > bounds.pilot_ratio:
         wide = (
@@ -54,9 +54,8 @@ def judge(
         missing.append(f"{figures}: beyond {bounds.production_kl:g} or {bounds.production_ratio:g}")
     missing += [text for text in asked if text.startswith("needles")]
     for name, hits in (("needles", needles), ("problems", problems)):
-        base = 0 if hits is None else hits.hits + hits.lost - hits.won
-        if base and hits.hits < bounds.production_recall * base:
-            missing.append(f"{name}: {hits.hits} of {hits.asked}, the 16-bit cache {base}: below {bounds.production_recall:.0%} of that")
+        if hits is not None and hits.hits < bounds.production_recall * hits.sixteen_bit:
+            missing.append(f"{name}: {hits.hits} of {hits.asked}, the 16-bit cache {hits.sixteen_bit}: below {bounds.production_recall:.0%} of that")
     if served_as is None:
         missing.append("no released vLLM serves it")
     return ("pilot", missing) if missing else ("production", [figures, *asked])

@@ -23,6 +23,11 @@ class Hits(Data):
     won: int  # right with this format alone
     p_worse: float  # McNemar, one-sided
 
+    @property
+    def sixteen_bit(self) -> int:
+        """Questions that the 16-bit cache answered right."""
+        return self.hits + self.lost - self.won
+
 
 class FormatRow(Data):
     """One format: what it costs and what it does."""

@@ -75,7 +75,7 @@ def _codebooks(engine: TransformersEngine, text: Corpus, kept: Path) -> Codebook
         if {name: found.origin.get(name) for name in origin} == origin:
             return found
     note(f"fitting additive codebooks of {CODEBOOK_BITS} bits to {sum(len(sample.tokens) for sample in text.samples):,} tokens")
-    fitted = fit_codebooks(_samples(engine, text), CODEBOOK_BITS, origin=origin)
+    fitted = fit_codebooks(_samples(engine, text), CODEBOOK_BITS, origin=origin, device=engine.model.device)
     fitted.save(kept)
     return fitted
 

@@ -36,8 +36,10 @@ class Samples:
     frequencies: np.ndarray
 
 
-def fit_codebooks(samples: Mapping[int, Samples], bits: int, *, seed: int = 0, origin: Mapping[str, Any] | None = None) -> Codebooks:
-    """Codebooks of `bits` a channel for each layer. The same samples and seed give the same books.
+def fit_codebooks(
+    samples: Mapping[int, Samples], bits: int, *, seed: int = 0, origin: Mapping[str, Any] | None = None, device: torch.device | str = "cpu"
+) -> Codebooks:
+    """Codebooks of `bits` a channel for each layer, computed on `device`. The same samples and seed give the same books on the same kind of device.
 
     Raises:
         UsageError: fewer tokens than codes, or a head that is no multiple of GROUP channels.
@@ -53,20 +55,20 @@ def fit_codebooks(samples: Mapping[int, Samples], bits: int, *, seed: int = 0, o
         for index, sample in samples.items():
             generator = torch.Generator().manual_seed(seed + index)
             key, value = (
-                key_groups(_unit(_before_rope(sample))),
-                value_groups(_unit(sample.values.movedim(0, 1))),
+                key_groups(_unit(_before_rope(sample, device))),
+                value_groups(_unit(sample.values.to(device).movedim(0, 1))),
             )  # [kv_heads, groups, tokens, GROUP]
             tables = _fit(key, stages, generator, _key_start, _key_step, key_codewords)
             books = _fit(value, stages, generator, _value_start, _value_step, lambda book: book)
-            layers[index] = LayerCodebooks(tables.numpy(), books.numpy(), sample.frequencies)
+            layers[index] = LayerCodebooks(tables.cpu().numpy(), books.cpu().numpy(), sample.frequencies)
             progress.advance(1)
     return Codebooks(layers, dict(origin or {}) | {"bits": bits, "seed": seed})
 
 
-def _before_rope(sample: Samples) -> torch.Tensor:
-    angles = sample.positions.numpy().astype(np.float64)[:, None] * sample.frequencies
-    back = torch.from_numpy(np.exp(-1j * angles)).to(torch.complex64)[:, None]  # [tokens, 1, pairs]
-    return as_real(as_complex(sample.keys) * back).movedim(0, 1)
+def _before_rope(sample: Samples, device: torch.device | str) -> torch.Tensor:
+    angles = sample.positions.cpu().numpy().astype(np.float64)[:, None] * sample.frequencies
+    back = torch.from_numpy(np.exp(-1j * angles)).to(device=device, dtype=torch.complex64)[:, None]  # [tokens, 1, pairs]
+    return as_real(as_complex(sample.keys.to(device)) * back).movedim(0, 1)
 
 
 def _unit(vectors: torch.Tensor) -> torch.Tensor:
@@ -117,19 +119,20 @@ def _key_start(vectors: torch.Tensor, generator: torch.Generator) -> torch.Tenso
 
 def _key_step(weights: torch.Tensor, vectors: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
     """Least squares over the entries: code (a, b) stands for z_a + i·z_b."""
-    design = _design()
+    design = _design(str(vectors.device))
     mass = weights.sum(dim=-2).to(torch.complex64)  # [..., CODES]
     sums = as_complex(weights.mT @ vectors)  # [..., CODES, pairs]
     left = design.mH @ (mass[..., None] * design)
-    ridge = _RIDGE * mass.real.sum(dim=-1)[..., None, None] / ENTRIES * torch.eye(ENTRIES)  # keeps entries without vectors where they are
+    # keeps entries without vectors where they are
+    ridge = _RIDGE * mass.real.sum(dim=-1)[..., None, None] / ENTRIES * torch.eye(ENTRIES, device=vectors.device)
     old = torch.view_as_complex(tables.contiguous())
     return torch.view_as_real(torch.linalg.solve(left + ridge, design.mH @ sums + ridge.to(torch.complex64) @ old).contiguous())
 
 
-@lru_cache(maxsize=1)
-def _design() -> torch.Tensor:
+@lru_cache(maxsize=2)
+def _design(device: str) -> torch.Tensor:
     """Which entries make a code: complex64 [CODES, ENTRIES]."""
-    ones = torch.eye(ENTRIES, dtype=torch.complex64)
+    ones = torch.eye(ENTRIES, dtype=torch.complex64, device=device)
     return (ones[:, None] + 1j * ones).flatten(0, 1)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from calibrate.artefact import sha256_file
 from calibrate.model.default import SMOLLM2
 from calibrate.model.packaged import GGUF_FILE, PackagedModel, _convert
-from tests.real_models import QWEN
+from tests.real_models import GEMMA, QWEN
 
 
 def rebuild(model: PackagedModel, models: Path) -> None:
@@ -37,7 +37,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", type=Path, default=Path("/tmp/models"))
     models = parser.parse_args().models
-    for model in (SMOLLM2, QWEN):
+    for model in (SMOLLM2, QWEN, GEMMA):
         rebuild(model, models)
 
 

@@ -25,7 +25,7 @@ class Kernel:
     """vLLM on one checkpoint with an FP8 or a 16-bit cache.
 
     Args:
-        checkpoint: for FP8 one with a KV scheme, whose strategy decides how many scales a layer holds; for 16 bits any.
+        checkpoint: for FP8 one with a KV scheme, whose strategy decides how many scales a layer holds; for 16 bits one without.
         fp8: the cache. backend: vLLM's attention backend, None for its choice. longest: tokens of the longest row.
         step_tokens: tokens of one forward pass; it holds whole rows. Every backend reads K and V back from the cache, a row's own too.
         skip_layers: vLLM's `kv_cache_dtype_skip_layers`.
@@ -58,7 +58,7 @@ class Kernel:
         self.llm = vllm.LLM(
             model=str(checkpoint.resolve()),
             dtype=dtype,
-            kv_cache_dtype="fp8" if fp8 else dtype,
+            kv_cache_dtype="fp8" if fp8 else "auto",
             max_model_len=longest + 1,  # one token is generated
             max_num_batched_tokens=self.step_tokens,
             max_num_seqs=min(256, self.step_tokens),

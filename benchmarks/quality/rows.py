@@ -1,7 +1,7 @@
 """The policies that are measured, by name: how each makes its scales from statistics, and what was expected of it before it was measured."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -21,10 +21,14 @@ class Material:
     statistics: Statistics
     random: Statistics
     granularity: str
+    _kept: dict[PolicyOptions, Scales] = field(default_factory=dict)
 
-    def solved(self, policy: str = "mse", margin: float = 2.0, granularity: str | None = None, **more: float) -> Scales:
-        options = PolicyOptions(policy=policy, margin=margin, granularity=granularity or self.granularity, **more)
-        return solve(self.statistics, options)
+    def solved(self, policy: str = "mse", margin: float = 2.0, granularity: str | None = None) -> Scales:
+        """Scales of the statistics; each is solved once."""
+        options = PolicyOptions(policy=policy, margin=margin, granularity=granularity or self.granularity)
+        if options not in self._kept:
+            self._kept[options] = solve(self.statistics, options)
+        return self._kept[options]
 
 
 @dataclass(frozen=True)

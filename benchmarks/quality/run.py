@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from benchmarks.gpu.prove import checkpoints
 from benchmarks.quality.kernel import Kernel
@@ -90,6 +91,8 @@ def material_of(model: Path, granularity: str, work: Path, device: str, statisti
             length = min(RANDOM_TOKENS, source.context_length or RANDOM_TOKENS)
             options = JobOptions(model=str(model), data="random", samples=RANDOM_ROWS, sequence_length=length, device=device)
             collect_statistics(source, options, choose_recipe(source.model_type, None), state=None).save(random)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # the engine has its own use for it
     path = statistics or checkpoint / "kv_calibration" / "statistics.safetensors"
     return checkpoint, Material(Statistics.load(path), Statistics.load(random), granularity)
 

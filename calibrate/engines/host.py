@@ -53,6 +53,18 @@ def check_parallel(tensor_parallel_size: int, cuda: bool) -> None:
         raise HostError(f"tensor parallel size {tensor_parallel_size} needs as many {what}; this host has {have}")
 
 
+def check_heads(config: dict[str, Any], tensor_parallel_size: int) -> None:
+    """Raise UsageError where vLLM cannot share out a model's heads: query heads evenly, KV heads evenly or each on the same number of ranks."""
+    text = config.get("text_config", config)
+    heads = text.get("num_attention_heads", text.get("n_head"))
+    if heads and heads % tensor_parallel_size:
+        raise UsageError(f"tensor parallel size {tensor_parallel_size} does not divide the model's {heads} attention heads")
+    kept = text.get("num_key_value_heads")
+    latent = text.get("kv_lora_rank")
+    if isinstance(kept, int) and kept and not latent and kept % tensor_parallel_size and tensor_parallel_size % kept:
+        raise UsageError(f"tensor parallel size {tensor_parallel_size} and the model's {kept} KV heads: one must divide the other")
+
+
 def choose_kv_dtype(config: dict[str, Any], cuda: bool) -> KVChoice:
     """FP8 wherever this host's vLLM can run it, else the model's own 16-bit type, which loads the scales all the same."""
     if cuda:

@@ -9,7 +9,16 @@ from typing import Any
 import numpy as np
 
 from calibrate.engines.compare import compare_scales
-from calibrate.engines.host import check_parallel, choose_kv_dtype, read_config, sixteen_bit, too_slow_to_run, uses_cuda, vllm_distribution
+from calibrate.engines.host import (
+    check_heads,
+    check_parallel,
+    choose_kv_dtype,
+    read_config,
+    sixteen_bit,
+    too_slow_to_run,
+    uses_cuda,
+    vllm_distribution,
+)
 from calibrate.engines.process import run_child
 from calibrate.engines.readback import Readback
 from calibrate.engines.serving import contradiction, serving
@@ -56,7 +65,7 @@ def verify_checkpoint(
     engine = vllm_distribution()
     cuda = uses_cuda(engine)
     check_parallel(tensor_parallel_size, cuda)
-    _check_heads(config, tensor_parallel_size)
+    check_heads(config, tensor_parallel_size)
     notes = []
     if kv_cache_dtype is None:
         choice = choose_kv_dtype(config, cuda)
@@ -112,13 +121,6 @@ def _check_latent(config: dict[str, Any], kv_cache_dtype: str, cuda: bool) -> No
 
     if is_latent(config) and kv_cache_dtype.startswith("fp8") and not cuda:
         raise HostError("vLLM's CPU backend runs no FP8 cache of multi-head latent attention: verify on a CUDA host")
-
-
-def _check_heads(config: dict[str, Any], tensor_parallel_size: int) -> None:
-    text = config.get("text_config", config)
-    heads = text.get("num_attention_heads", text.get("n_head"))
-    if heads and heads % tensor_parallel_size:
-        raise UsageError(f"tensor parallel size {tensor_parallel_size} does not divide the model's {heads} attention heads")
 
 
 def _job(checkpoint: Path, config: dict[str, Any], tensor_parallel_size: int, kv_cache_dtype: str) -> dict[str, Any]:

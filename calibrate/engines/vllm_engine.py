@@ -11,7 +11,7 @@ import numpy as np
 
 from calibrate.engines.compare import compare_scales
 from calibrate.engines.conversation import Conversation, conversation
-from calibrate.engines.host import check_parallel, check_runs_fp8, read_config, sixteen_bit, uses_cuda, vllm_distribution
+from calibrate.engines.host import check_heads, check_parallel, check_runs_fp8, read_config, sixteen_bit, uses_cuda, vllm_distribution
 from calibrate.engines.serving import Serving, cache_name, serving
 from calibrate.engines.session import EngineInfo, TokenScores, Variant
 from calibrate.engines.source import file_scales, kv_strategy
@@ -119,7 +119,7 @@ class VllmEngine(_Settings):
         """Start vLLM on the variant; the child and all of its group are gone when the context ends.
 
         Raises:
-            UsageError: a low-bit format, which only the transformers engine runs.
+            UsageError: a low-bit format, which only the transformers engine runs, or ranks among which the heads cannot be shared out.
             HostError: no vLLM, too few devices, or a host that cannot run FP8.
             CheckFailed: vLLM refused the checkpoint, holds other scales than the file, or keeps a cache of another type than asked for.
         """
@@ -128,6 +128,7 @@ class VllmEngine(_Settings):
         distribution = vllm_distribution()
         cuda = uses_cuda(distribution)
         check_parallel(self.tensor_parallel_size, cuda)
+        check_heads(self.source.config, self.tensor_parallel_size)
         if variant.scales is not None:
             check_runs_fp8(self.source.config, cuda)
         longest = min(self.max_model_len, self.source.context_length or self.max_model_len)

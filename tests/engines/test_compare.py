@@ -1,7 +1,9 @@
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from calibrate.engines.compare import compare_scales
 from calibrate.engines.readback import Readback
@@ -104,6 +106,30 @@ def test_heads_are_sharded_or_replicated(world, here):
     assert failures(scales, ranks, "attn_head") == {}
     if world > 1:
         assert set(failures(scales, ranks[::-1], "attn_head").values()) == {"differs"}
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(("heads", "kv_heads", "world"), [(4, 2, 2), (9, 3, 3), (4, 1, 2), (4, 1, 4), (8, 2, 8), (32, 8, 4)])
+def test_vllm_s_own_loader_puts_the_same_slice_on_each_rank(monkeypatch, heads, kv_heads, world):
+    """No engine: the loader that vLLM gives its scale parameters, told which rank it is."""
+    from vllm.model_executor.layers.quantization.compressed_tensors import compressed_tensors as theirs
+
+    scales = scales_for("attn_head", layers=1, heads=heads, kv_heads=kv_heads)
+    scheme = {"num_bits": 8, "type": "float", "strategy": "attn_head", "dynamic": False, "symmetric": True}
+    config = SimpleNamespace(kv_cache_scheme=scheme, total_num_heads=heads, total_num_kv_heads=kv_heads)
+    monkeypatch.setattr(theirs, "get_tensor_model_parallel_world_size", lambda: world)
+    here, ranks = max(1, kv_heads // world), []
+    for rank in range(world):
+        monkeypatch.setattr(theirs, "get_tensor_model_parallel_rank", lambda rank=rank: rank)
+        layer = torch.nn.Module()
+        layer.num_kv_heads = here
+        theirs.CompressedTensorsKVCacheMethod.create_weights(SimpleNamespace(quant_config=config), layer)
+        for kind in "qkv":
+            parameter = getattr(layer, f"{kind}_scale")
+            parameter.weight_loader(parameter, torch.from_numpy(scales[f"model.layers.0.self_attn.{kind}_scale"]))
+        ranks.append([record(0, {kind: getattr(layer, f"{kind}_scale").tolist() for kind in "kvq"}, here)])
+    assert failures(scales, ranks, "attn_head") == {}
+    assert set(failures(scales, ranks[1:] + ranks[:1], "attn_head").values()) == ({"differs"} if kv_heads > 1 else set())
 
 
 def test_shapes_that_cannot_be():

@@ -88,6 +88,30 @@ def test_ranks_must_divide_heads(tmp_path, monkeypatch):
         verify_checkpoint(folder, tensor_parallel_size=3)
 
 
+@pytest.mark.parametrize(
+    ("changes", "ranks", "refused"),
+    [
+        ({}, 2, ""),
+        ({}, 4, ""),  # each of 2 KV heads on two ranks
+        ({"num_key_value_heads": 1}, 8, ""),
+        ({"num_attention_heads": 9, "num_key_value_heads": 3}, 2, "2 does not divide the model's 9 attention heads"),
+        ({"num_attention_heads": 9, "num_key_value_heads": 3}, 3, ""),
+        ({"num_attention_heads": 6, "num_key_value_heads": 3}, 2, "2 and the model's 3 KV heads: one must divide the other"),
+        ({"num_attention_heads": 24, "num_key_value_heads": 3}, 4, "4 and the model's 3 KV heads"),
+        ({"num_attention_heads": 6, "num_key_value_heads": 3, "kv_lora_rank": 8}, 2, ""),  # latents are on every rank
+        ({"num_key_value_heads": [1, 2]}, 2, ""),  # a number for each layer: vLLM's to say
+    ],
+)
+def test_heads_that_can_be_shared_out(changes, ranks, refused):
+    config = {"num_attention_heads": 8, "num_key_value_heads": 2} | changes
+    for each in (config, {"text_config": config}):
+        if refused:
+            with pytest.raises(UsageError, match=refused):
+                host.check_heads(each, ranks)
+        else:
+            host.check_heads(each, ranks)
+
+
 def test_truncated_scales(tmp_path):
     folder = folder_with(tmp_path, SCHEME)
     (folder / "kv_scales.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{")

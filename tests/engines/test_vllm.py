@@ -9,7 +9,7 @@ from calibrate.engines import verify_checkpoint
 from calibrate.engines.host import check_parallel, choose_kv_dtype, read_config, uses_cuda, vllm_distribution
 from calibrate.errors import CheckFailed, HostError
 
-from .tiny import calibrated, rewrite_scales, scales_for
+from .tiny import calibrated, rewrite_scales, scales_for, tiny_llama
 
 pytestmark = pytest.mark.vllm
 
@@ -38,6 +38,20 @@ def test_per_head_on_two_ranks(llama, tmp_path):
     k, q = (scales[f"model.layers.0.self_attn.{kind}_scale"] for kind in "kq")
     assert [held[rank, "k"] for rank in (0, 1)] == [(float(k[0]),), (float(k[1]),)]
     assert [held[rank, "q"] for rank in (0, 1)] == [(float(q[:2].max()),), (float(q[2:].max()),)]
+
+
+def test_one_kv_head_is_on_both_ranks(tmp_path):
+    try:
+        check_parallel(2, uses_cuda(vllm_distribution()))
+    except HostError as error:
+        pytest.skip(str(error))
+    scales = scales_for("attn_head", kv_heads=1)
+    folder = calibrated(tiny_llama(tmp_path / "model", kv_heads=1), tmp_path / "head", scales, "attn_head")
+    readback = verify_checkpoint(folder, tensor_parallel_size=2)
+    assert readback.ok, readback.failures
+    held = {(row.rank, row.kind): row.loaded for row in readback.rows if row.layer == "model.layers.1.self_attn"}
+    expected = {kind: (float(scales[f"model.layers.1.self_attn.{kind}_scale"].max()),) for kind in "kvq"}
+    assert held == {(rank, kind): expected[kind] for rank in (0, 1) for kind in "kvq"}
 
 
 def test_removed_nan_and_zero_name_their_layers_whether_or_not_vllm_runs_them(llama, tmp_path):

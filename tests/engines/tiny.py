@@ -21,7 +21,7 @@ def scales_for(strategy: str, layers: int = LAYERS, heads: int = HEADS, kv_heads
     }
 
 
-def tiny_llama(folder: Path) -> Path:
+def tiny_llama(folder: Path, kv_heads: int = KV_HEADS) -> Path:
     """A random bf16 Llama: 3 layers, 4 query and 2 KV heads of 32, saved as one safetensors file."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -29,7 +29,7 @@ def tiny_llama(folder: Path) -> Path:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=128, hidden_size=HEADS * HEAD_DIM, intermediate_size=128, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM, max_position_embeddings=512, bos_token_id=1, eos_token_id=2,
+        num_key_value_heads=kv_heads, head_dim=HEAD_DIM, max_position_embeddings=512, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     return folder

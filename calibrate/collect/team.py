@@ -201,17 +201,28 @@ def joined() -> Iterator[Team]:
     stderr.quiet = not rank.leads
     with _one_line("the ranks do not find each other"):
         store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=STALL_SECONDS)))
-    team = _Ranks(rank, store)
+    team, done = _Ranks(rank, store), False
     try:
         yield team
         team.leave()
+        done = True
     except CalibrateError as error:
         stderr.quiet = not team.may_speak()
         told = str(error) if isinstance(error, TeamError) else f"rank {rank.number} of {rank.size}: {error}"
         raise type(error)(told) from error
     finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        _disband(waiting=done)
+
+
+def _disband(*, waiting: bool) -> None:
+    """End the group. NCCL's regular way waits for the other ranks, of which after a failure some may be gone: then it is aborted."""
+    if not dist.is_initialized():
+        return
+    abort = getattr(dist.distributed_c10d, "_abort_process_group", None)  # experimental in torch, and for NCCL only
+    if waiting or abort is None or dist.get_backend() != "nccl":
+        dist.destroy_process_group()
+    else:
+        abort()
 
 
 @contextmanager

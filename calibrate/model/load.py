@@ -35,7 +35,10 @@ def choose_device(device: str | None) -> str:
         return device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         wanted = torch.device(device)
-        torch.empty(0, device=wanted)
+        if wanted.type != "cuda":  # which is asked without starting a context on it: under torchrun each process has a GPU of its own
+            torch.empty(0, device=wanted)
+        elif (wanted.index or 0) >= torch.cuda.device_count():
+            raise RuntimeError(f"no {device}")
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         if device.split(":")[0] == "cuda":
             raise HostError(f"--device {device}: torch sees {torch.cuda.device_count()} CUDA devices here; --device cpu works on any host") from error

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from calibrate.cli import main
 from calibrate.collect.observer import Observer
 from calibrate.collect.state import _disjoint
-from calibrate.collect.team import _Ranks, _shares
+from calibrate.collect.team import _disband, _Ranks, _shares
 from calibrate.errors import HostError, UsageError
 from calibrate.model import probe_layout
 from calibrate.ranks import Rank, rank_here
@@ -158,6 +158,36 @@ def test_a_rank_takes_no_named_gpu():
     if torch.cuda.device_count() < 2:
         with pytest.raises(HostError, match="process 2 of its host"):
             ranks.device("cuda")
+
+
+def test_each_rank_takes_its_own_gpu_and_nccl(monkeypatch):
+    """What is asked of torch where there are two GPUs; two real ones are used by `benchmarks/gpu/two_gpus.py`."""
+    asked = {}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: asked.update(current=device))
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend, **more: asked.update(more, backend=backend))
+    assert _Ranks(Rank(3, 4, 1, 1), torch.distributed.HashStore()).device("cuda") == "cuda:1"
+    assert (asked["backend"], asked["current"], asked["device_id"]) == ("nccl", "cuda:1", torch.device("cuda:1"))
+    assert (asked["rank"], asked["world_size"]) == (3, 4)
+    assert _Ranks(Rank(3, 4, 1, 1), torch.distributed.HashStore()).device("cpu") == "cpu"
+    assert (asked["backend"], asked["device_id"]) == ("gloo", None)
+
+
+@pytest.mark.parametrize("place", ["auto", "cuda:0"])
+def test_a_model_is_not_spread_under_torchrun(place):
+    with pytest.raises(UsageError, match=f"--device {place} names one place for all ranks"):
+        _Ranks(Rank(0, 2), torch.distributed.HashStore()).device(place)
+
+
+@pytest.mark.parametrize(("backend", "waiting", "ended"), [("nccl", False, "aborted"), ("nccl", True, "destroyed"), ("gloo", False, "destroyed")])
+def test_after_a_failure_nccl_does_not_wait_for_ranks_that_may_be_gone(monkeypatch, backend, waiting, ended):
+    calls = []
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda: backend)
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: calls.append("destroyed"))
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_abort_process_group", lambda: calls.append("aborted"))
+    _disband(waiting=waiting)
+    assert calls == [ended]
 
 
 def test_shares_hold_everything_once_and_weigh_alike():

@@ -114,9 +114,13 @@ def test_the_cache_has_the_checkpoints_type_if_that_has_16_bits(copy, stored, ca
     assert compute_dtype(source, "cpu", "float16") is torch.float16
 
 
-def test_devices_that_are_not_there_are_told_from_devices_that_are_none():
+def test_devices_that_are_not_there_are_told_from_devices_that_are_none(monkeypatch):
     assert choose_device("cpu") == "cpu"
     assert choose_device("auto") == "auto"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch, "empty", None)  # asking must not start a context on a GPU that is another process's
+    assert [choose_device(name) for name in ("cuda", "cuda:1")] == ["cuda", "cuda:1"]
+    monkeypatch.undo()
     assert choose_device(None) == ("cuda" if torch.cuda.is_available() else "cpu")
     with pytest.raises(UsageError, match="give cpu, cuda"):
         choose_device("quantum")

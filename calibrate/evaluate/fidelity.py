@@ -67,6 +67,11 @@ def kl_difference(first: Fidelity, second: Fidelity, *, seed: int = 0) -> Interv
     return _difference(first, second, "kl", seed)
 
 
+def delta_difference(first: Fidelity, second: Fidelity, *, seed: int = 0) -> Interval:
+    """The same for |Δ log p| to the 16-bit cache, each to its own: below 0 the first is nearer."""
+    return _difference(first, second, "abs_delta_logprob", seed)
+
+
 def _difference(first: Fidelity, second: Fidelity, field: str, seed: int) -> Interval:
     if [each.tokens for each in first.documents] != [each.tokens for each in second.documents]:
         raise UsageError(f"{first.variant} and {second.variant} were not scored on the same documents: they cannot be paired")

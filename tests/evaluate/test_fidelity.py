@@ -5,7 +5,7 @@ import pytest
 
 from calibrate.engines.session import EngineInfo, TokenScores
 from calibrate.errors import UsageError
-from calibrate.evaluate.fidelity import fidelity, kl_difference, kl_lower_bound, nll_difference
+from calibrate.evaluate.fidelity import delta_difference, fidelity, kl_difference, kl_lower_bound, nll_difference
 
 INFO = EngineInfo(engine="transformers", version="x", attention_backend="sdpa", kv_cache_dtype="fp8_e4m3", compute_dtype="float32", device="cpu")
 
@@ -114,6 +114,9 @@ def test_paired_differences():
     assert kl_difference(far, near).low > 0
     assert kl_difference(near, near).model_dump() == {"value": 0.0, "low": 0.0, "high": 0.0}
     assert nll_difference(far, near).value == pytest.approx(-nll_difference(near, far).value)
+    assert delta_difference(far, near).low > 0
+    gap = far.mean_abs_delta_logprob.value - near.mean_abs_delta_logprob.value
+    assert delta_difference(far, near).value == pytest.approx(gap)
     alone = fidelity("alone", INFO, [second], [first], [0])
     with pytest.raises(UsageError, match="far and alone were not scored on the same documents"):
         kl_difference(far, alone)

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 import calibrate
 from calibrate.artefact import sha256_bytes
+from calibrate.collect.ledger import upload
 from calibrate.collect.observer import Observer
 from calibrate.collect.state import ResumeState, interrupts
 from calibrate.collect.team import Team, TeamError
@@ -117,7 +118,8 @@ def collect(
 
         digests = pool.submit(run.source.weight_digests) if team.rank.leads else None  # costs no time beside the forward
         try:
-            for batch in _observe_all(run, observer, resume, np.flatnonzero(~done), team, pause):
+            ahead = _can_run_ahead(run) and after_batch is None
+            for batch in _observe_all(run, observer, resume, np.flatnonzero(~done), team, pause, ahead=ahead):
                 if after_batch is not None:
                     after_batch(batch, observer)
                 progress.advance(_tokens(batch))
@@ -144,28 +146,57 @@ class _Stopped(Exception):
 
 
 def _observe_all(
-    run: CollectRun, observer: Observer, resume: ResumeState, pending: np.ndarray, team: Team, pause: Callable[[], None]
+    run: CollectRun, observer: Observer, resume: ResumeState, pending: np.ndarray, team: Team, pause: Callable[[], None], *, ahead: bool
 ) -> Iterator[Batch]:
     """Observe this rank's share of the pending batches, yielding each when it is counted, and wait for the other ranks. Whatever ends it between
-    two batches, the state is written first."""
+    two batches, the state is written first.
+
+    Args:
+        ahead: begin a batch before the one before it is settled.
+    """
+    unsettled: int | None = None  # a closed batch
     try:
         for number in pending[team.share([run.batches[number].input_ids.size for number in pending])]:
             pause()
-            batch = run.batches[number]
-            bad = _observe_batch(run, observer, batch)
-            if bad:
-                resume.discard()  # no later run could go on from here
-                raise UsageError(_nonfinite_message(run, observer, batch, bad))
-            resume.finished(number)
-            yield batch
-            team.advance(_tokens(batch))
-            resume.write_if_due(observer)
+            _begin_batch(run, observer, run.batches[number])
+            finished = None if unsettled is None else _settle(run, observer, resume, unsettled)
+            observer.close(run.batches[number].part)
+            unsettled = number
+            if finished is not None:
+                yield finished
+                team.advance(_tokens(finished))
+            if not ahead or resume.due:
+                finished, unsettled = _settle(run, observer, resume, unsettled), None
+                yield finished
+                team.advance(_tokens(finished))
+                resume.write_if_due(observer)
+        if unsettled is not None:
+            finished, unsettled = _settle(run, observer, resume, unsettled), None
+            yield finished
+            team.advance(_tokens(finished))
         if team.rank.size > 1:
             resume.write(observer)  # from here on others may end this rank
         team.meet("observed", pause)
     except (_Stopped, TeamError):
+        if unsettled is not None:
+            _settle(run, observer, resume, unsettled)
         resume.write(observer)
         raise
+
+
+def _can_run_ahead(run: CollectRun) -> bool:
+    """On a GPU a batch is looked at when the next one is under way, so that the device never waits for the host."""
+    return run.model.device.type == "cuda" and not run.second_moments
+
+
+def _settle(run: CollectRun, observer: Observer, resume: ResumeState, number: int) -> Batch:
+    """The closed batch is done. Raises UsageError where it gave infinity or NaN."""
+    batch = run.batches[number]
+    if bad := observer.settle():
+        resume.discard()  # no later run could go on from here
+        raise UsageError(_nonfinite_message(run, observer, batch, bad))
+    resume.finished(number)
+    return batch
 
 
 def _check_same(plans: Sequence[tuple[str, dict[str, Any]]]) -> None:
@@ -180,11 +211,10 @@ def _tokens(batch: Batch) -> int:
     return int(batch.lengths.sum())
 
 
-def _observe_batch(run: CollectRun, observer: Observer, batch: Batch) -> list[tuple[int, str, int]]:
+def _begin_batch(run: CollectRun, observer: Observer, batch: Batch) -> None:
     device = run.model.device
     observer.begin(batch.lengths, batch.input_ids.shape[1], device)
-    observe(run.model, run.layout, torch.from_numpy(batch.input_ids).to(device), observer.see)
-    return observer.end(batch.part)
+    observe(run.model, run.layout, upload(batch.input_ids, device), observer.see)
 
 
 def _nonfinite_message(run: CollectRun, observer: Observer, batch: Batch, bad: Sequence[tuple[int, str, int]]) -> str:
@@ -192,8 +222,9 @@ def _nonfinite_message(run: CollectRun, observer: Observer, batch: Batch, bad: S
     sample = "unknown sample"
     for row, (length, number) in enumerate(zip(batch.lengths, batch.samples, strict=True)):
         alone = Batch(batch.input_ids[row : row + 1, :length], batch.lengths[row : row + 1], batch.samples[row : row + 1], batch.part)
-        again = _observe_batch(run, Observer(run.layout, observer.cache_dtype), alone)
-        if again:
+        fresh = Observer(run.layout, observer.cache_dtype)
+        _begin_batch(run, fresh, alone)
+        if again := fresh.end(alone.part):
             index, kind, head = again[0]
             sample = f"sample {number} ({run.corpus.samples[number].source})"
             break

@@ -5,8 +5,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
+from calibrate.collect.ledger import upload
 from calibrate.model import AttentionLayer, CacheLayout
-from calibrate.statistics.exactsum import LIMBS, carry, to_limbs
+from calibrate.statistics.exactsum import LIMBS, carry, check_within, cut, within
 from calibrate.statistics.second import SKIPPED_TOKENS, packed_length
 
 Key = tuple[int, str]  # (layer index, kind)
@@ -24,30 +25,32 @@ class SecondMoments:
         self._wanted = {(layer.index, kind): layer for layer in layout.layers for kind in layer.kinds if kind != "q" or _scores_as_cached(layer)}
         self.limbs: dict[Key, torch.Tensor] = {}  # int64 [4, kv_heads, (head_dim + 1)(head_dim + 2) / 2]
         self._batch: dict[Key, torch.Tensor] = {}  # float64 [kv_heads, packed]
-        self._counted = torch.empty(0)
+        self._rows = np.zeros(0, dtype=np.int64)
+        self._rows_on: dict[torch.device, torch.Tensor] = {}
         self._triangles: dict[tuple[int, torch.device], torch.Tensor] = {}
 
     def begin(self, lengths: Sequence[int], width: int, device: torch.device) -> None:
         """Start a batch of right-padded rows with these true lengths."""
-        places = torch.arange(width, device=device)
-        self._counted = (places >= SKIPPED_TOKENS) & (places < torch.as_tensor(np.asarray(lengths), device=device)[:, None])  # [batch, seq]
+        places = np.arange(width)
+        counted = (places >= SKIPPED_TOKENS) & (places < np.asarray(lengths)[:, None])  # [batch, seq]
+        self._rows, self._rows_on = np.flatnonzero(counted), {}  # found here: asking a GPU which they are would wait for it at every head
         self._batch = {}
 
     def see(self, index: int, kind: str, values: torch.Tensor) -> None:
         """Add one tensor, [batch, heads, seq, head_dim], of any float type."""
         layer = self._wanted.get((index, kind))
-        if layer is None or not bool(self._counted.any()):
+        if layer is None or not len(self._rows):
             return
         heads = values.detach().to(self._cache_dtype).transpose(0, 1)  # [heads, batch, seq, head_dim]
         groups = heads.unflatten(0, (layer.num_key_value_heads, -1)) if kind == "q" else heads[:, None]
-        if self._counted.device != values.device:
-            self._counted = self._counted.to(values.device)
+        if values.device not in self._rows_on:
+            self._rows_on[values.device] = upload(self._rows, values.device)
         sums = torch.stack([sum(self._products(head) for head in group) for group in groups])  # [kv_heads, 1 + head_dim, 1 + head_dim]
         self._batch[index, kind] = sums.flatten(1)[:, self._triangle(sums.shape[-1], sums.device)]
 
     def _products(self, head: torch.Tensor) -> torch.Tensor:
         """Σ [1, x] [1, x]ᵀ over the counted tokens of one head, [batch, seq, head_dim] → float64 [1 + head_dim, 1 + head_dim]."""
-        exact = head[self._counted].to(torch.float64)  # [tokens, head_dim]
+        exact = head.flatten(0, 1)[self._rows_on[head.device]].to(torch.float64)  # [tokens, head_dim]
         extended = torch.cat((exact.new_ones((len(exact), 1)), exact), dim=1)
         return extended.T @ extended
 
@@ -60,8 +63,10 @@ class SecondMoments:
 
     def end(self) -> None:
         """Finish a batch: add its sums."""
+        for device in {sums.device for sums in self._batch.values()}:
+            check_within(torch.stack([within(sums) for sums in self._batch.values() if sums.device == device]).all())
         for key, sums in self._batch.items():
-            self.add(key, to_limbs(sums))
+            self.add(key, cut(sums))
 
     def add(self, key: Key, limbs: torch.Tensor) -> None:
         """Add limbs, int64 [4, kv_heads, packed], which become this object's own."""

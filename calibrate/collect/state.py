@@ -92,8 +92,13 @@ class ResumeState:
             discard(self._absorbed.pop())
         self._written = time.monotonic()
 
+    @property
+    def due(self) -> bool:
+        """Whether the file is as old as it may become; never where there is none."""
+        return self._own is not None and time.monotonic() - self._written >= self.seconds
+
     def write_if_due(self, observer: Observer) -> None:
-        if time.monotonic() - self._written >= self.seconds:
+        if self.due:
             self.write(observer)
 
     def discard(self) -> None:

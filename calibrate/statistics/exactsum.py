@@ -24,8 +24,23 @@ def to_limbs(values: torch.Tensor) -> torch.Tensor:
     Raises:
         OverflowError: a value is not finite or is beyond 2^100.
     """
-    if not bool((values.abs() < _LIMIT).all()):
+    check_within(within(values))
+    return cut(values)
+
+
+def check_within(all_within: torch.Tensor | bool | int) -> None:
+    """Raise OverflowError unless `within` said yes."""
+    if not bool(all_within):
         raise OverflowError("a sum is not finite or exceeds 2^100")
+
+
+def within(values: torch.Tensor) -> torch.Tensor:
+    """Whether all can be cut, as a tensor: whoever asks a GPU waits for it."""
+    return (values.abs() < _LIMIT).all()
+
+
+def cut(values: torch.Tensor) -> torch.Tensor:
+    """`to_limbs` of values that are known to be within 2^100."""
     limbs = []
     rest = values.abs() * 2.0**-_BITS  # of the magnitude: next to -1e-30 the fraction of a floor would be 1 - 1e-30, which is not a float64
     for _ in range(LIMBS - 1):

@@ -193,20 +193,20 @@ def _interrupt_after(run, state, batches, monkeypatch) -> None:
     """Collect, with Ctrl-C while batch number `batches` is under way."""
     ended = []
 
-    def end(observer, part):
+    def close(observer, part):
         ended.append(part)
         if len(ended) == batches:
             os.kill(os.getpid(), signal.SIGINT)
-        return _END(observer, part)
+        return _CLOSE(observer, part)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Observer, "end", end)
+        patch.setattr(Observer, "close", close)
         with pytest.raises(KeyboardInterrupt):
             collect(run, state=state)
     assert len(ended) == batches
 
 
-_END = Observer.end
+_CLOSE = Observer.close
 
 
 def test_a_state_of_another_plan_is_ignored(llama, tmp_path, monkeypatch):

@@ -38,6 +38,7 @@ from calibrate.statistics import Statistics
 from calibrate.trials import RANDOM_ROWS, RANDOM_TOKENS
 
 SCHEMA = "kv-calibrate/scale-quality/1"
+AS_LOADED = "mse, as loaded"  # the checkpoint's scales where vLLM's loader put them: what shows that setting them in place is the same
 COLUMNS = ("tokens", "nll", "abs_delta_logprob", "kl", "top1_agree")
 
 
@@ -183,12 +184,13 @@ def jobs_of(arguments: argparse.Namespace, material: Material, checkpoint: Path)
             yield name, "", lambda scales=scales: scales
 
 
-def measure(kernel: Kernel, scales: Scales, texts: dict[str, Text], references: dict[str, Reference]) -> dict[str, Any]:
-    """One row: all texts with these scales."""
+def measure(kernel: Kernel, scales: Scales | None, texts: dict[str, Text], references: dict[str, Reference]) -> dict[str, Any]:
+    """One row: all texts with these scales, None for those that are there."""
     started = time.monotonic()
-    kernel.set_scales(scales)
+    if scales is not None:
+        kernel.set_scales(scales)
     found = {name: sums_of(kernel.score(text.rows, references[name]), references[name], text.documents) for name, text in texts.items()}
-    return {"scales_digest": scales.digest(), "seconds": round(time.monotonic() - started, 2), "texts": found}
+    return {"scales_digest": None if scales is None else scales.digest(), "seconds": round(time.monotonic() - started, 2), "texts": found}
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -217,6 +219,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "rows": {},
     }
     write_json(arguments.out, result)
+    if not arguments.only or AS_LOADED in arguments.only:
+        record(result, arguments.out, AS_LOADED, "mse to the last digit", lambda: measure(kernel, None, texts, references))
     for name, prediction, scales in jobs_of(arguments, material, checkpoint):
         record(result, arguments.out, name, prediction, lambda scales=scales: measure(kernel, scales(), texts, references))
     if weights:

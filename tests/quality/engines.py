@@ -41,8 +41,12 @@ def sixteen_bit(checkpoint: Path, out: Path) -> None:
     options = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1, detokenize=False, ignore_eos=True)
     answers = kernel.llm.generate([{"prompt_token_ids": row.tolist()} for row in given], options, use_tqdm=False)
     theirs = [answer.prompt_logprobs[at][int(row[at])].logprob for row, answer in zip(given, answers, strict=True) for at in range(1, len(row))]
+    own = torch.from_numpy(np.concatenate([row[1:] for row in given]).astype(np.int64))
+    with torch.inference_mode():
+        logits = kernel._output.logits(kernel.hidden(given)).bfloat16().float()
+    rounded = logits.log_softmax(-1).gather(1, own[:, None])[:, 0].numpy()
     reference.save(out / "reference.npz")
-    np.savez(out / "again.npz", logprob=again.logprob, kl=again.kl, top1=again.top1, theirs=np.array(theirs, np.float32))
+    np.savez(out / "again.npz", logprob=again.logprob, kl=again.kl, top1=again.top1, theirs=np.array(theirs, np.float32), rounded=rounded)
 
 
 def in_place(checkpoint: Path, other_weights: Path, reference: Path, out: Path) -> None:

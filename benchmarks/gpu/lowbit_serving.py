@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -149,6 +150,8 @@ def measure(model: str, arguments: argparse.Namespace) -> None:
     path = arguments.models / model
     load = load_for(path, arguments)
     found: dict[str, Any] = {"schema": "kv-calibrate/lowbit-serving/1", "model": model, "predicted": PREDICTED, **load.description, "sessions": {}}
+    found |= {"rows": {}, "pairs": []}
+    writing = Lock()
     answers: dict[str, Answers] = {}
     references: dict[str, str | None] = {}
     jobs: list[tuple[str, str | None, Callable[[int], Answers]]] = []
@@ -169,15 +172,23 @@ def measure(model: str, arguments: argparse.Namespace) -> None:
             told: dict[str, Any] = {"needles": sum(cell.hit for cell in answers[label][2]), "asked": len(load.asked)}
         except Exception as error:  # the other formats go on
             told = {"error": str(error), "kind": type(error).__name__}
-        found["sessions"][label] = told | {"seconds": round(time.perf_counter() - begun, 1)}
-        print(f"  {model} {label}: {found['sessions'][label]}", flush=True)
-        write_json(arguments.out / f"lowbit-{model}.json", found | {"seconds": round(time.perf_counter() - started, 1)})
+        with writing:
+            found["sessions"][label] = told | {"seconds": round(time.perf_counter() - begun, 1)}
+            print(f"  {model} {label}: {found['sessions'][label]}", flush=True)
+            for each in answers.keys() - found["rows"].keys():
+                if references[each] is None or references[each] in answers:
+                    found["rows"][each] = row(each, answers, references[each], load)
+            found["pairs"] = pairs(found["rows"])
+            write_json(arguments.out / f"lowbit-{model}.json", found | {"seconds": round(time.perf_counter() - started, 1)})
 
     with ThreadPoolExecutor(arguments.workers) as pool:
         list(pool.map(run, enumerate(jobs)))
-    found["rows"] = {label: row(label, answers, references[label], load) for label in answers}
-    found["pairs"] = pairs(found["rows"])
+    for each in answers.keys() - found["rows"].keys():  # their 16-bit session failed
+        found["rows"][each] = row(each, answers, references[each], load)
     write_json(arguments.out / f"lowbit-{model}.json", found | {"seconds": round(time.perf_counter() - started, 1)})
+    for pair in found["pairs"]:
+        delta = pair["mean_abs_delta_logprob"]
+        print(f"  {pair['vllm']}: |Δ log p| {delta['vllm']['value']:.4f}, ours {delta['ours']['value']:.4f}", flush=True)
     print(f"{model}: {time.perf_counter() - started:.0f} s", flush=True)
 
 
@@ -207,7 +218,6 @@ def pairs(rows: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
         agree = figures["mean_abs_delta_logprob"]
         figures["delta_ratio"] = agree["vllm"]["value"] / agree["ours"]["value"] if agree["ours"]["value"] else None
         result.append({"vllm": label, "ours": f"ours {SAME.get(dtype, dtype)}", **figures})
-        print(f"  {label}: |Δ log p| {agree['vllm']['value']:.4f}, ours {agree['ours']['value']:.4f}", flush=True)
     return result
 
 

@@ -105,8 +105,8 @@ def needles_part(arguments: argparse.Namespace, save: Save) -> None:
                         told = failure(error)
                     found[model]["sessions"][f"{ranks} {name}"] = told
                     print(f"  {model} ranks {ranks} {name}: {told}", flush=True)
+                    found[model] |= summary(answers, load, arguments.ranks)
                     save(found)
-            found[model] |= summary(answers, load, arguments.ranks)
         except Exception as error:  # the next model goes on
             found[model] |= failure(error)
         save(found)

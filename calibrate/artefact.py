@@ -17,6 +17,7 @@ from calibrate.errors import UsageError
 
 HEADER_KEY = "kv_calibrate"
 SCALES_FILE = "kv_scales.safetensors"  # of a calibrated checkpoint
+FOLD_FILE = "kv_calibration/fold.safetensors"  # in a checkpoint whose weights were folded: what they were multiplied with
 SERVE_FILE = "kv_calibration/serve.json"  # in it, where vLLM must be told more than the checkpoint says
 
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 import calibrate
-from calibrate import cli_export, cli_kvarn, cli_lm_eval, cli_niah, cli_planning, cli_proof, cli_recipes, cli_release, cli_weights
+from calibrate import cli_export, cli_fold, cli_kvarn, cli_lm_eval, cli_niah, cli_planning, cli_proof, cli_recipes, cli_release, cli_weights
 from calibrate.cli_options import as_json, corpus_options, model_options, policy_options, skip_layers
 from calibrate.errors import CalibrateError, UsageError
 from calibrate.progress import stderr
@@ -82,6 +82,7 @@ def main(context: click.Context) -> None:
 @click.option("--force", is_flag=True, help="Replace the output folder.")
 @click.option("--verify/--no-verify", default=True, help="Have vLLM read the scales back.", show_default=True)
 @cli_weights.weights_option
+@cli_fold.fold_option
 @model_options
 @corpus_options
 @policy_options
@@ -240,3 +241,4 @@ main.add_command(cli_release.report)
 main.add_command(cli_recipes.recipes)
 main.add_command(cli_weights.quantize)
 main.add_command(cli_weights.convert)
+main.add_command(cli_fold.fold)

@@ -13,6 +13,7 @@ from calibrate.corpus import Corpus, CorpusOptions, load_corpus
 from calibrate.engines import Readback, unlisted, verify_checkpoint
 from calibrate.errors import UsageError
 from calibrate.evaluate.evidence import save_readback
+from calibrate.fold import check_fold, discard_folded, folded
 from calibrate.inspection import Inspection, inspect
 from calibrate.model import SourceCheckpoint, choose_device, compute_dtype, load_model, load_tokenizer, resolve_model
 from calibrate.model.skip import SkipLayers, parse_skip_layers
@@ -30,6 +31,7 @@ class JobOptions(BaseModel):
 
     model: str | None = None
     weights: str | None = None
+    fold: str | None = None
     recipe: str | None = None
     data: str | None = None
     samples: int | None = None
@@ -92,6 +94,7 @@ def run(options: JobOptions, output: Path | None, *, force: bool = False, verify
     recipe = recipe_for(original, options)
     policy, skip = options.scales(recipe), options.skipped(recipe)
     check_carrier(original, output, options.weights, policy, force=force, for_vllm=verify)
+    check_fold(original, options.fold, options.weights)
     note(f"model {original.path} ({original.model_type}), recipe {recipe.family}, output {output}")
     if verify and (unknown := unlisted(original.config)):
         note(unknown)
@@ -102,6 +105,7 @@ def run(options: JobOptions, output: Path | None, *, force: bool = False, verify
     written = write_checkpoint(source, scales, output, statistics=statistics, skip_layers=skip, force=force)
     discard_states(state)
     discard_carrier(output)
+    discard_folded(output)
     readback = verify_checkpoint(output, expected=written.tensors) if verify else None
     if readback is not None:
         save_readback(output, readback)
@@ -125,8 +129,10 @@ def recipe_for(source: SourceCheckpoint, options: JobOptions) -> Recipe:
 
 
 def prepare_weights(source: SourceCheckpoint, options: JobOptions, recipe: Recipe, output: Path) -> SourceCheckpoint:
-    """What is calibrated: the source, or its weights quantized (`weights`) or converted first, beside the output."""
+    """What is calibrated: the source, or its weights quantized (`weights`), converted or folded (`fold`) first, beside the output."""
     device, trust = choose_device(options.device), options.trust_remote_code
+    if options.fold is not None:
+        return folded(source, corpus_of(source, options, recipe), output, options.fold, device=device, trust=trust)
     return carrier(source, output, options.weights, lambda: corpus_of(source, options, recipe), seed=options.seed, device=device, trust=trust)
 
 

@@ -11,6 +11,7 @@ from calibrate.engines.host import sixteen_bit
 from calibrate.engines.serving import serving
 from calibrate.errors import UsageError
 from calibrate.evaluate.evidence import check_target
+from calibrate.fold import FoldResult, check_fold, fold_checkpoint, parse_switches
 from calibrate.inspection import Inspection, inspect
 from calibrate.kvarn import KVarNTables
 from calibrate.kvarn.solve import variance_tables
@@ -90,6 +91,16 @@ def quantize_to_folder(options: JobOptions, output: Path, *, force: bool) -> Qua
 def convert_to_folder(options: JobOptions, output: Path, *, force: bool) -> Converted:
     """Rewrite a model's quantized weights as compressed-tensors."""
     return convert_checkpoint(open_source(options), output, force=force)
+
+
+def fold_to_folder(options: JobOptions, output: Path, *, force: bool) -> FoldResult:
+    """Fold a model's weights."""
+    source = open_source(options)
+    switches = parse_switches(options.fold or "")
+    check_fold(source, options.fold, options.weights)
+    corpus = corpus_of(source, options, recipe_for(source, options))
+    device, trust = choose_device(options.device), options.trust_remote_code
+    return fold_checkpoint(source, corpus, output, switches, device=device, trust=trust, force=force)
 
 
 def merge_files(files: Sequence[Path], output: Path, *, force: bool) -> Statistics:

@@ -22,6 +22,7 @@ ARROWS: dict[str, set[str]] = {
     "lowbit": {"model", "scales", "statistics", "kvarn"},  # formats that run in the transformers engine's cache
     "engines": {"checkpoint", "model", "scales", "statistics", "lowbit"},  # the transformers engine loads models and quantizes their cache
     "weights": {"corpus", "model", "checkpoint", "engines", "scales"},  # of engines: ending a child, reading its log
+    "fold": {"corpus", "model", "collect", "scales", "statistics", "checkpoint"},  # it runs a model on some rows, and writes with checkpoint's tools
     "evaluate": {
         "engines",
         "corpus",

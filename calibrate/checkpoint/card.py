@@ -11,6 +11,13 @@ _BEGIN, _END = "<!-- kv-calibrate:begin -->", "<!-- kv-calibrate:end -->"
 _SECTION = re.compile(re.escape(_BEGIN) + ".*?" + re.escape(_END) + r"\n?", re.DOTALL)
 
 
+_PLAIN = "The weights are those of the original checkpoint."
+_FOLDED = (
+    "The weights were folded: rows and columns of the attention projections were multiplied so that the model computes what the original does, up to "
+    "rounding, and K and V lose less to FP8 (`kv_calibration/fold.safetensors`)."
+)
+
+
 class Use(NamedTuple):
     """What the card says of the scales: which kinds there are, and how engines use them."""
 
@@ -24,20 +31,21 @@ VLLM_USE = Use(
 )
 
 
-def with_section(card: str, scales: Scales, use: Use = VLLM_USE, serve: Mapping[str, Any] | None = None) -> str:
+def with_section(card: str, scales: Scales, use: Use = VLLM_USE, serve: Mapping[str, Any] | None = None, *, folded: bool = False) -> str:
     """The card with its kv-calibrate section added at the end, or replaced where it stands; front matter and all else stay.
 
     Args:
         serve: vLLM engine arguments that the checkpoint needs.
+        folded: whether the weights were folded.
     """
-    section = f"{_BEGIN}\n{_text(scales, use, serve or {})}{_END}\n"
+    section = f"{_BEGIN}\n{_text(scales, use, serve or {}, folded)}{_END}\n"
     if _SECTION.search(card):
         return _SECTION.sub(lambda _: section, card)
     separator = "" if not card else "\n" if card.endswith("\n") else "\n\n"
     return card + separator + section
 
 
-def _text(scales: Scales, use: Use, serve: Mapping[str, Any]) -> str:
+def _text(scales: Scales, use: Use, serve: Mapping[str, Any], folded: bool) -> str:
     options, counted = scales.options, scales.counted
     corpora = sorted({public(source["data"]).replace("|", "\\|") for run in scales.provenance for source in run["corpus"].get("sources", [])}) or [
         "not recorded"
@@ -56,7 +64,7 @@ def _text(scales: Scales, use: Use, serve: Mapping[str, Any]) -> str:
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
     return (
         "## FP8 KV cache\n\n"
-        f"This checkpoint carries calibrated scales for an FP8 KV cache. {use.how} The weights are those of the original checkpoint.\n\n"
+        f"This checkpoint carries calibrated scales for an FP8 KV cache. {use.how} {_FOLDED if folded else _PLAIN}\n\n"
         f"| | |\n|---|---|\n{table}\n\n"
         f"{_told(serve)}Digests and options are in `kv_calibration/provenance.json`.\n"
     )

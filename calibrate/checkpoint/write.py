@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from calibrate.artefact import SERVE_FILE, sha256_file, write_json, write_tensors, write_text
+from calibrate.artefact import FOLD_FILE, SERVE_FILE, sha256_file, write_json, write_tensors, write_text
 from calibrate.checkpoint.card import VLLM_USE, Use, with_section
 from calibrate.checkpoint.kvarn_reference import TABLES_FILE, with_tables
 from calibrate.checkpoint.links import link, own_files, resolved
@@ -146,8 +146,11 @@ def write_form(source: SourceCheckpoint, scales: Scales, form: Form, output: Pat
         write_tensors(making / SCALES_FILE, form.tensors, {"schema": ENGINE_SCALES, "scales": scales.digest()})
         for name, content in {"config.json": config, INDEX_FILE: index, **form.files}.items():
             write_json(making / name, content)
-        write_text(making / "README.md", with_section(_card(source), scales, form.card, form.serve))
+        fold = source.path / FOLD_FILE
+        write_text(making / "README.md", with_section(_card(source), scales, form.card, form.serve, folded=fold.is_file()))
         scales.save(making / FOLDER / "scales.safetensors")
+        if fold.is_file():
+            link(resolved(fold, source.path), making / FOLD_FILE)
         if form.serve:
             write_json(making / SERVE_FILE, {"schema": SERVE_SCHEMA, "vllm": form.serve})
         if statistics is not None:

@@ -1,0 +1,32 @@
+"""The command for folding, and `run`'s option."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.text import Text
+
+from calibrate.cli_options import as_json, device, recipe, row_options, trust_remote_code
+
+fold_option = click.option("--fold", help="Fold the weights first: any of turn, k, v, mean, with commas between (docs/folding.md).")
+
+
+@click.command()
+@click.argument("model", required=False)
+@click.option("--output", "-o", type=click.Path(path_type=Path), required=True, help="Folder to write.")
+@click.option("--fold", required=True, help="What to fold: any of turn, k, v, mean, with commas between (docs/folding.md).")
+@click.option("--force", is_flag=True, help="Replace the output folder.")
+@recipe
+@device
+@trust_remote_code
+@row_options
+@as_json
+def fold(output: Path, force: bool, as_json: bool, **options: Any) -> None:
+    """Write another set of weights of MODEL for the same function, whose K and V lose less to FP8. `run` then calibrates the result."""
+    from calibrate import steps
+    from calibrate.cli import show
+    from calibrate.pipeline import JobOptions
+
+    made = steps.fold_to_folder(JobOptions(**options), output, force=force)
+    plain = {"path": str(made.path), "switches": list(made.fold.switches), "digest": made.fold.digest(), **made.fold.report}
+    show(as_json, plain, lambda: Text(f"{made.path}: {made.summary()}"))

@@ -16,7 +16,7 @@ import calibrate
 from calibrate.artefact import sha256_bytes
 from calibrate.collect.ledger import upload
 from calibrate.collect.observer import Observer
-from calibrate.collect.state import ResumeState, interrupts
+from calibrate.collect.state import ResumeState, Stopped, interrupted, interrupts
 from calibrate.collect.team import Team, TeamError
 from calibrate.collect.watch import observe
 from calibrate.corpus import Batch, Corpus, plan_batches
@@ -111,8 +111,7 @@ def collect(
     with ThreadPoolExecutor(1) as pool, meter("calibrating", run.tokens, done=finished) as progress, interrupts(patient=team.rank.size > 1) as stop:
 
         def pause() -> None:
-            if stop.asked:
-                raise _Stopped
+            stop.check()
             if others := team.total():
                 progress.advance(others)
 
@@ -125,12 +124,10 @@ def collect(
                 progress.advance(_tokens(batch))
             provenance["model"]["weights"] = team.exchange("weights", digests.result() if digests else None, pause)[0]
             team.add(observer, devices_of(run))
-        except _Stopped as stopped:
+        except Stopped as stopped:
             if died := team.who_died():  # the launcher ended this rank because of that one
                 raise TeamError(died) from stopped
-            kept = f"; run the same command again to go on from {resume.path}" if resume.kept else ""
-            note(f"interrupted after {resume.batches_here} of {len(done)} batches{kept}")
-            raise KeyboardInterrupt from stopped
+            raise interrupted(resume.batches_here, len(done), "batches", resume.path if resume.kept else None) from stopped
     check_seen(run.layout, observer)
     return finished_statistics(run, observer, provenance)
 
@@ -139,10 +136,6 @@ def finished_statistics(run: CollectRun, observer: Observer, provenance: dict[st
     """What was observed, as an artefact."""
     counted = {"tokens": run.tokens, "documents": run.corpus.documents, "samples": len(run.corpus.samples)}
     return Statistics(observer.cache_dtype, observer.layers(), run.layout.as_dict(), counted, (provenance,))
-
-
-class _Stopped(Exception):
-    """Ctrl-C or SIGTERM was met between two batches."""
 
 
 def _observe_all(
@@ -177,7 +170,7 @@ def _observe_all(
         if team.rank.size > 1:
             resume.write(observer)  # from here on others may end this rank
         team.meet("observed", pause)
-    except (_Stopped, TeamError):
+    except (Stopped, TeamError):
         if unsettled is not None:
             _settle(run, observer, resume, unsettled)
         resume.write(observer)

@@ -18,7 +18,7 @@ import torch
 from calibrate.artefact import read_tensors, sha256_bytes, write_tensors
 from calibrate.collect.collector import CollectRun, check_seen, devices_of, finished_statistics
 from calibrate.collect.observer import Observer
-from calibrate.collect.state import Interrupts, interrupts
+from calibrate.collect.state import Interrupts, Stopped, interrupted, interrupts
 from calibrate.collect.watch import observe
 from calibrate.corpus import Batch
 from calibrate.errors import UsageError
@@ -32,10 +32,6 @@ SCHEMA = "kv-calibrate/collect-layers/1"
 
 class _LayerDone(Exception):
     """Raised when the one layer has run: nothing after it is computed."""
-
-
-class _Stopped(Exception):
-    """Ctrl-C or SIGTERM was met between two batches."""
 
 
 class HiddenStates:
@@ -174,11 +170,9 @@ def collect_layerwise(run: CollectRun, layers: str, hidden_size: int, folder: Pa
                     progress.advance(int(batch.lengths.sum()))
                 if number < last:
                     state.finished(number + 1)
-        except _Stopped as stopped:
+        except Stopped as stopped:
             state.write()
-            kept = f"; run the same command again to go on from {folder}" if state.layers else ""
-            note(f"interrupted after {state.layers} of {last + 1} layers{kept}")
-            raise KeyboardInterrupt from stopped
+            raise interrupted(state.layers, last + 1, "layers", folder if state.layers else None) from stopped
         provenance["model"]["weights"] = digests.result()
     check_seen(run.layout, observer)
     return finished_statistics(run, observer, provenance)
@@ -196,8 +190,7 @@ def _observe_batch(
     *,
     last: bool,
 ) -> None:
-    if stop.asked:
-        raise _Stopped
+    stop.check()
     observer.begin(batch.lengths, batch.input_ids.shape[1], torch.device("cpu"))
     given = relay.observe(number, batch, hidden.get(number, place) if number else None, observer)
     bad = observer.end(batch.part)

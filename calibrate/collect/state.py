@@ -145,6 +145,17 @@ def _disjoint(seen: list[dict[str, list[bool]]], path: Path | None) -> list[tupl
     return chosen
 
 
+class Stopped(Exception):
+    """Ctrl-C or SIGTERM was met between two batches."""
+
+
+def interrupted(done: int, total: int, what: str, kept: Path | None) -> KeyboardInterrupt:
+    """Say how far a stopped run came and what the next one goes on from (None: nothing); the exception to end it with."""
+    again = f"; run the same command again to go on from {kept}" if kept else ""
+    note(f"interrupted after {done} of {total} {what}{again}")
+    return KeyboardInterrupt()
+
+
 class Interrupts:
     """Set by Ctrl-C or SIGTERM; the batch under way is finished first, so that the state on disk is whole."""
 
@@ -156,6 +167,11 @@ class Interrupts:
         if self.asked and not self._patient:  # a second Ctrl-C means now
             raise KeyboardInterrupt
         self.asked = True
+
+    def check(self) -> None:
+        """Raise Stopped where an end was asked for."""
+        if self.asked:
+            raise Stopped
 
 
 @contextmanager

@@ -36,6 +36,7 @@ from calibrate.evaluate.prompts import Prompter
 from calibrate.evaluate.results import Cell
 from calibrate.lowbit import make_format
 from calibrate.model import SourceCheckpoint, load_tokenizer
+from calibrate.scales import LayerScales, PolicyOptions, Scales
 
 # (kv_cache_dtype of vLLM, attention backend; None: vLLM chooses, 16-bit run that it is compared with)
 SERVED = [
@@ -56,6 +57,7 @@ SERVED = [
 OURS = [
     "16-bit",
     "fp8_e4m3",
+    "fp8_e4m3+q",
     "fp8_e5m2",
     "fp8_per_token_head",
     "int8_per_token_head",
@@ -65,8 +67,8 @@ OURS = [
     "turboquant_k3v4_nc",
     "turboquant_3bit_nc",
 ]
-# vLLM's name → ours, where they differ
-SAME = {"auto": "16-bit", "fp8": "fp8_e4m3"}
+# vLLM's name → ours, where they differ. "+q": the queries too, as vLLM's FP8 kernels do on CUDA.
+SAME = {"auto": "16-bit", "fp8": "fp8_e4m3+q"}
 # Written before the first run: whether |Δ log p| of vLLM's kernel and of ours agree within a quarter.
 PREDICTED = dict.fromkeys(OURS[1:], True)
 Answers = tuple[EngineInfo, list[TokenScores], list[Cell]]
@@ -121,12 +123,20 @@ def through_ours(arguments: argparse.Namespace) -> None:
     load = load_for(model, arguments)
     engine = TransformersEngine(SourceCheckpoint.open(model), device=arguments.device, block=arguments.block)
     name = arguments.format
-    variant = Variant(name, None, None if name == "16-bit" else make_format(name))
+    store = None if name in ("16-bit", "fp8_e4m3+q") else make_format(name)
+    variant = Variant(name, ones(engine) if name == "fp8_e4m3+q" else None, store)
     with engine.session(variant) as session:
         info, scores, cells = asked(session, load, Prompter(load_tokenizer(engine.source)), session.info())
     arrays = {f"{number}.{field}": getattr(row, field) for number, row in enumerate(scores) for field in ("logprob", "top_ids", "top_logprobs")}
     np.savez(arguments.answers.with_suffix(".npz"), **arrays)
     write_json(arguments.answers, {"info": info.model_dump(), "cells": [cell.model_dump() for cell in cells], "rows": len(scores)})
+
+
+def ones(engine: TransformersEngine) -> Scales:
+    """Scale 1.0 for q, k and v of every layer."""
+    one = np.ones(1, dtype=np.float32)
+    layers = tuple(LayerScales(layer.index, layer.module, one, one, one) for layer in engine.layout.layers)
+    return Scales(layers, PolicyOptions(), engine.layout.as_dict(), "", {}, ())
 
 
 def ours(model: str, name: str, gpu: int, arguments: argparse.Namespace) -> Answers:

@@ -1,5 +1,6 @@
 """Which multipliers and rotations: for each pair and channel the least predicted error, where it gains enough to be worth a rounding."""
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,19 +9,29 @@ import torch
 from calibrate.fold.artefact import LayerFold
 from calibrate.fold.parts import Parts
 from calibrate.fold.sample import LayerSample
-from calibrate.fold.tables import PHASES, TURNS, KeyTables, key_tables, value_table
+from calibrate.fold.tables import PHASES, TURNS, key_tables, value_table
 
-_WORTH = 0.02  # of a layer's mean error per pair or channel: less gain leaves it alone
+_WORTH = 0.002  # of a layer's mean error per pair or channel: less gain leaves it alone
 _MEAN_WORTH = 0.05  # of a head's energy
-_STEPS = np.arange(PHASES)
 
 
 @dataclass(frozen=True)
 class Predicted:
-    """Error of one layer before and after, at the best scale for each: of logits (K's part and Q's) and of attention's output (V's)."""
+    """Error of one layer before and after, at the best scale for each: of logits (K's part and Q's) and of attention's output (V's).
+
+    Held out: chosen on one half of the sample and counted on the other, both ways.
+    """
 
     before: dict[str, float]
     after: dict[str, float]
+
+
+@dataclass(frozen=True)
+class _Pick:
+    """A choice for every pair or channel: places in the flattened grid of rotations and phases, [rows, width], and the scales' own phases."""
+
+    place: np.ndarray
+    scales: tuple[int, ...]
 
 
 def choose(sample: LayerSample, parts: Parts, output_weight: torch.Tensor, switches: tuple[str, ...]) -> tuple[LayerFold, Predicted]:
@@ -30,62 +41,74 @@ def choose(sample: LayerSample, parts: Parts, output_weight: torch.Tensor, switc
         output_weight: o_proj.weight, [hidden, heads · value_head_dim].
     """
     layer, rows = parts.layer, 1 if parts.norm else parts.layer.num_key_value_heads
-    pairs = np.ones((rows, len(parts.first)), dtype=np.complex128)
-    rest = np.ones((rows, len(parts.rest)))
-    before, after = {}, {}
-    if {"k", "turn"} & set(switches):
-        tables = key_tables(sample, parts, turns="turn" in switches)
-        factors, before, after = _keys(tables, turns="turn" in switches, phases="k" in switches)
-        pairs, rest = factors[:, : len(parts.first)], factors[:, len(parts.first) :].real
+    factors = np.ones((rows, len(parts.first) + len(parts.rest)), dtype=np.complex128)
     shape = (layer.num_key_value_heads, layer.value_head_dim)
     mean, multiplier = np.zeros(shape), np.ones(shape)
+    halves, before, after = sample.halves(), {}, {}
+    if {"k", "turn"} & set(switches):
+        sides = [np.stack([half.key, half.query]) for half in key_tables(sample, parts, turns="turn" in switches)]  # [2, rows, TURNS, PHASES, width]
+        grid = np.full((TURNS, PHASES), np.inf)
+        grid[: TURNS if "turn" in switches else 1, : PHASES if "k" in switches else 1] = 0
+        was, now = _held_out(sides, grid)
+        before, after = dict(zip("kq", was, strict=True)), dict(zip("kq", now, strict=True))
+        turn, phase = np.divmod(_best(sum(sides), grid).place, PHASES)
+        factors = _multiplier(phase) * np.exp(0.5j * np.pi * turn / TURNS)
     if {"v", "mean"} & set(switches):
         columns = output_weight.float().square().sum(dim=0).view(layer.num_key_value_heads, parts.group, -1).sum(dim=1)  # [kv_heads, channels]
-        plain = value_table(sample.v, columns)
         if "mean" in switches:
             mean = _mean(sample)
-        moved = sample.v.float() - torch.from_numpy(mean).to(sample.v.device, torch.float32)[:, None]
-        multiplier, least = _values(value_table(moved, columns), phases="v" in switches)
-        before["v"], after["v"] = float(plain.sum(axis=(0, 2)).min()), least
+        shift = torch.from_numpy(mean).to(sample.v.device, torch.float32)[:, None]
+        plain = [value_table(half.v, half.mass, columns)[None, :, None] for half in halves]  # [1, kv_heads, 1, PHASES, channels]
+        moved = [value_table(half.v.float() - shift, half.mass, columns)[None, :, None] for half in halves]
+        grid = np.full((1, PHASES), np.inf)
+        grid[0, : PHASES if "v" in switches else 1] = 0
+        before["v"], after["v"] = _held_out(plain, grid)[0][0], _held_out(moved, grid)[1][0]
+        multiplier = _multiplier(_best(sum(moved), grid).place)
+    pairs, rest = factors[:, : len(parts.first)], factors[:, len(parts.first) :].real
     return LayerFold(layer.index, layer.module, pairs, rest, multiplier, mean), Predicted(before, after)
 
 
-def _keys(tables: KeyTables, *, turns: bool, phases: bool) -> tuple[np.ndarray, dict[str, float], dict[str, float]]:
-    """Factors, complex128 [rows, pairs + rest], at the scales for which their sum of errors is least; and that error before and after."""
-    allowed = np.full((TURNS, PHASES), np.inf)
-    allowed[: TURNS if turns else 1, : PHASES if phases else 1] = 0
-    best = plain = None
-    for of_key in _STEPS:
-        key = np.roll(tables.key, -of_key, axis=2)  # [rows, TURNS, PHASES, width]: by the multiplier's phase
-        for of_query in _STEPS:
-            query = tables.query[:, :, (of_query - _STEPS) % PHASES]
-            cost = key + query + allowed[None, :, :, None]
-            flat = cost.reshape(len(cost), -1, cost.shape[-1])
-            base, pick = flat[:, 0], flat.argmin(axis=1)  # [rows, width]
-            least = np.take_along_axis(flat, pick[:, None], axis=1)[:, 0]
-            pick = np.where(base - least > _WORTH * base.mean(), pick, 0)
-            total = float(np.take_along_axis(flat, pick[:, None], axis=1).sum())
-            if best is None or total < best[0]:
-                sides = [np.take_along_axis(side.reshape(flat.shape), pick[:, None], axis=1).sum() for side in (key, query)]
-                best = total, pick, dict(zip("kq", map(float, sides), strict=True))
-            if plain is None or base.sum() < plain[0]:
-                plain = float(base.sum()), {"k": float(key[:, 0, 0].sum()), "q": float(query[:, 0, 0].sum())}
-    turn, phase = np.divmod(best[1], PHASES)
-    return _multiplier(phase) * np.exp(0.5j * np.pi * turn / TURNS), plain[1], best[2]
+def _held_out(sides: list[np.ndarray], grid: np.ndarray) -> tuple[list[float], list[float]]:
+    """Error of each kind without and with a choice that was made on the other half, summed over both."""
+    neutral = np.full(grid.shape, np.inf)
+    neutral[0, 0] = 0
+    totals = []
+    for allowed in (neutral, grid):
+        errors = [_errors_of(other, _best(one, allowed)) for one, other in (sides, sides[::-1])]
+        totals.append([float(sum(kind)) for kind in zip(*errors, strict=True)])
+    return totals[0], totals[1]
 
 
-def _values(table: np.ndarray, *, phases: bool) -> tuple[np.ndarray, float]:
-    """Multipliers, float64 [kv_heads, channels], and the error that is left at the best scale."""
+def _best(table: np.ndarray, grid: np.ndarray) -> _Pick:
+    """The choice of least error, scales included; what gains too little stays neutral.
+
+    Args:
+        table: [kinds, rows, turns, PHASES, width]: error of K, and of Q where there is one.
+        grid: 0 where a rotation and phase are allowed, infinite elsewhere: [turns, PHASES].
+    """
     best = None
-    for shift in _STEPS:
-        cost = np.roll(table, -shift, axis=1)  # [kv_heads, PHASES, channels]
-        base, pick = cost[:, 0], cost.argmin(axis=1)
-        least = np.take_along_axis(cost, pick[:, None], axis=1)[:, 0]
-        pick = np.where((base - least > _WORTH * base.mean()) & phases, pick, 0)
-        total = float(np.take_along_axis(cost, pick[:, None], axis=1).sum())
-        if best is None or total < best[1]:
-            best = _multiplier(pick), total
-    return best
+    for scales in itertools.product(range(PHASES), repeat=len(table)):
+        cost = sum(_shifted(table, scales)) + grid[None, :, :, None]
+        flat = cost.reshape(len(cost), -1, cost.shape[-1])
+        base, pick = flat[:, 0], flat.argmin(axis=1)  # [rows, width]
+        least = np.take_along_axis(flat, pick[:, None], axis=1)[:, 0]
+        worth = base - least > _WORTH * base.mean()
+        total = float(np.where(worth, least, base).sum())
+        if best is None or total < best[0]:
+            best = total, _Pick(np.where(worth, pick, 0), scales)
+    return best[1]
+
+
+def _errors_of(table: np.ndarray, pick: _Pick) -> list[float]:
+    """The error of each kind under a choice."""
+    flat = [side.reshape(len(side), -1, side.shape[-1]) for side in _shifted(table, pick.scales)]
+    return [float(np.take_along_axis(side, pick.place[:, None], axis=1).sum()) for side in flat]
+
+
+def _shifted(table: np.ndarray, scales: tuple[int, ...]) -> list[np.ndarray]:
+    """Errors by the multiplier's phase, at scales of these phases: K is multiplied, Q divided. [rows, turns, PHASES, width] each."""
+    steps = np.arange(PHASES)
+    return [side[:, :, (scale + (steps if kind == 0 else -steps)) % PHASES] for kind, (side, scale) in enumerate(zip(table, scales, strict=True))]
 
 
 def _multiplier(phase: np.ndarray) -> np.ndarray:

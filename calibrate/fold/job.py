@@ -71,7 +71,7 @@ def fold_checkpoint(
     rows = chosen_rows(corpus)
     cache_dtype = CACHE_DTYPES[cache_dtype_of(source)].dtype
     note(f"fold {','.join(switches)}: {sum(map(len, rows)):,} tokens of {len(rows)} rows")
-    samples = take_samples(model, layout, rows, cache_dtype, masses="mean" in switches)
+    samples = take_samples(model, layout, rows, cache_dtype)
     chosen = []
     for index in parts:
         output_weight = model.get_submodule(parts[index].layer.module).o_proj.weight.detach()

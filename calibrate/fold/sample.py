@@ -20,14 +20,20 @@ class LayerSample:
 
     Attributes:
         k, v: bfloat16 or float16 [kv_heads, tokens, channels]. q: the same, of all heads that read a KV head, [kv_heads, about tokens, head_dim].
-        mass: Σp² over the queries that saw each token, mean over the heads of a group, float32 [kv_heads, tokens]; None where it was not asked for.
-            Independent errors of values reach attention's output with these weights.
+        looked: Σp(1 − p) over the queries that saw each token, mean over the heads of a group, float32 [kv_heads, tokens]: how much of an error of
+            its logit reaches the softmax. mass: Σp², likewise: how much of an error of its value reaches attention's output.
     """
 
     k: torch.Tensor
     v: torch.Tensor
     q: torch.Tensor
-    mass: torch.Tensor | None
+    looked: torch.Tensor
+    mass: torch.Tensor
+
+    def halves(self) -> tuple["LayerSample", "LayerSample"]:
+        """The first half of the tokens and the second: other rows of the corpus."""
+        cut = [getattr(self, name).tensor_split(2, dim=1) for name in ("k", "v", "q", "looked", "mass")]
+        return LayerSample(*(part[0] for part in cut)), LayerSample(*(part[1] for part in cut))
 
 
 def chosen_rows(corpus: Corpus) -> list[torch.Tensor]:
@@ -37,50 +43,43 @@ def chosen_rows(corpus: Corpus) -> list[torch.Tensor]:
     return [torch.from_numpy(sample.tokens).long() for sample in corpus.samples[::step]]
 
 
-def take_samples(
-    model: PreTrainedModel, layout: CacheLayout, rows: Sequence[torch.Tensor], cache_dtype: torch.dtype, *, masses: bool
-) -> dict[int, LayerSample]:
+def take_samples(model: PreTrainedModel, layout: CacheLayout, rows: Sequence[torch.Tensor], cache_dtype: torch.dtype) -> dict[int, LayerSample]:
     """Run the rows and keep some tokens of each layer, rounded to the cache's type, on the model's device."""
-    stride = max(1, sum(len(row) for row in rows) // TOKENS)
+    stride, offset = max(1, sum(len(row) for row in rows) // TOKENS), 0
     kept: dict[tuple[int, str], list[torch.Tensor]] = {}
     latest: dict[str, torch.Tensor] = {}
 
     def see(index: int, kind: str, values: torch.Tensor) -> None:
-        layer = layout[index]
-        heads = values[0]  # [heads, seq, channels]
+        layer, heads = layout[index], values[0]  # [heads, seq, channels]
         latest[kind] = heads
-        part = heads[:, ::stride].to(cache_dtype)
+        part = heads[:, offset::stride].to(cache_dtype)
         if kind == "q":
-            grouped = heads.to(cache_dtype).unflatten(0, (layer.num_key_value_heads, -1)).flatten(1, 2)  # [kv_heads, group * seq, head_dim]
-            part = grouped[:, :: stride * (layer.num_heads // layer.num_key_value_heads) + 1]
-            if masses:
-                scaling = getattr(model.get_submodule(layer.module), "scaling", None) or layer.head_dim**-0.5
-                mass = _mass(heads, latest["k"], scaling, layer.sliding_window)
-                kept.setdefault((index, "mass"), []).append(mass[:, ::stride])
+            group = layer.num_heads // layer.num_key_value_heads
+            part = heads[:, offset % group :: max(1, stride)].to(cache_dtype)
+            part = part.unflatten(0, (layer.num_key_value_heads, group)).flatten(1, 2)[:, ::group]  # [kv_heads, about tokens, head_dim]
+            scaling = getattr(model.get_submodule(layer.module), "scaling", None) or layer.head_dim**-0.5
+            for name, weight in zip(("looked", "mass"), _weights(heads, latest["k"], scaling, layer.sliding_window), strict=True):
+                kept.setdefault((index, name), []).append(weight[:, offset::stride])
         kept.setdefault((index, kind), []).append(part.clone())
 
-    for row in rows:
+    for number, row in enumerate(rows):
+        offset = number % stride  # first tokens are special: they count no more often than others
         observe(model, layout, row[None].to(model.device), see)
-
-    def whole(index: int, kind: str) -> torch.Tensor:
-        return torch.cat(kept[index, kind], dim=1)
-
-    return {
-        layer.index: LayerSample(*(whole(layer.index, kind) for kind in "kvq"), mass=whole(layer.index, "mass") if masses else None)
-        for layer in layout.layers
-    }
+    names = ("k", "v", "q", "looked", "mass")
+    return {layer.index: LayerSample(*(torch.cat(kept[layer.index, name], dim=1) for name in names)) for layer in layout.layers}
 
 
-def _mass(query: torch.Tensor, key: torch.Tensor, scaling: float, window: int | None) -> torch.Tensor:
-    """Σ over queries of the squared attention weight of each key, mean over a group's heads: float32 [kv_heads, seq]."""
+def _weights(query: torch.Tensor, key: torch.Tensor, scaling: float, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Σp(1 − p) and Σp² over queries of each key, mean over a group's heads: float32 [kv_heads, seq] each."""
     seq = key.shape[1]
     place = torch.arange(seq, device=key.device)
     hidden = place[None, :] > place[:, None]
     if window:
         hidden |= place[:, None] - place[None, :] >= window
-    mass = torch.zeros((len(key), seq), device=key.device)
+    first, second = (torch.zeros((len(key), seq), device=key.device) for _ in range(2))
     group = len(query) // len(key)
     for head, rows in enumerate(query):  # one head at a time: [seq, seq] is all that is held
-        scores = (rows.float() @ key[head // group].float().T) * scaling
-        mass[head // group] += scores.masked_fill_(hidden, float("-inf")).softmax(dim=-1).square_().sum(dim=0)
-    return mass / group
+        weights = (rows.float() @ key[head // group].float().T).mul_(scaling).masked_fill_(hidden, float("-inf")).softmax(dim=-1)
+        first[head // group] += weights.sum(dim=0)
+        second[head // group] += weights.square_().sum(dim=0)
+    return (first - second) / group, second / group

@@ -34,39 +34,49 @@ class KeyTables:
     query: np.ndarray
 
 
-def key_tables(sample: LayerSample, parts: Parts, *, turns: bool) -> KeyTables:
-    """Tables of one layer; one row a KV head, one for all heads where a norm's weight is shared."""
-    rows = [_head_tables(sample.k[head], sample.q[head], parts, turns and not parts.norm) for head in range(len(sample.k))]
-    key, query = (np.stack([row[side] for row in rows]) for side in (0, 1))
-    if parts.norm:
-        key, query = key.sum(axis=0, keepdims=True), query.sum(axis=0, keepdims=True)
-    return KeyTables(key, query)
+def key_tables(sample: LayerSample, parts: Parts, *, turns: bool) -> list[KeyTables]:
+    """Tables of one layer, of each half of the sample; one row a KV head, one for all heads where a norm's weight is shared."""
+    turning = [_turning(sample.k[head], sample.q[head], parts, turns and not parts.norm) for head in range(len(sample.k))]
+    result = []
+    for half in sample.halves():
+        rows = [_head_tables(half.k[head], half.q[head], half.looked[head], parts, places) for head, places in enumerate(turning)]
+        key, query = (np.stack([row[side] for row in rows]) for side in (0, 1))
+        if parts.norm:
+            key, query = key.sum(axis=0, keepdims=True), query.sum(axis=0, keepdims=True)
+        result.append(KeyTables(key, query))
+    return result
 
 
-def value_table(values: torch.Tensor, weights: torch.Tensor) -> np.ndarray:
+def value_table(values: torch.Tensor, mass: torch.Tensor, weights: torch.Tensor) -> np.ndarray:
     """Output error of each channel by phase: float64 [kv_heads, PHASES, channels].
 
     Args:
-        values: [kv_heads, tokens, channels]. weights: squared norm of the output projection's columns, [kv_heads, channels].
+        values: [kv_heads, tokens, channels]. mass: of each token, [kv_heads, tokens].
+        weights: squared norm of the output projection's columns, [kv_heads, channels].
     """
     unit = _unit(values)
-    table = torch.stack([_errors(head / unit)[1] for head in values.float()])  # [kv_heads, PHASES, channels]
+    table = torch.stack([_errors(head / unit, of)[1] for head, of in zip(values.float(), mass, strict=True)])  # [kv_heads, PHASES, channels]
     return (table * unit**2 * weights[:, None].to(table)).cpu().numpy()
 
 
-def _head_tables(key: torch.Tensor, query: torch.Tensor, parts: Parts, turns: bool) -> tuple[np.ndarray, np.ndarray]:
+def _turning(key: torch.Tensor, query: torch.Tensor, parts: Parts, turns: bool) -> torch.Tensor:
+    """Places of the pairs whose rotation makes a difference: int64 [some]."""
+    if not turns:
+        return torch.arange(0)
+    pairs = len(parts.first)
+    return torch.nonzero(_stands(_planes(key, parts)[:, :pairs]) | _stands(_planes(query, parts)[:, :pairs])).flatten()
+
+
+def _head_tables(key: torch.Tensor, query: torch.Tensor, looked: torch.Tensor, parts: Parts, turning: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
     k, q = _planes(key, parts), _planes(query, parts)  # complex64 [tokens, pairs + rest]
-    units = _unit(key), _unit(query)
-    width, pairs = k.shape[1], len(parts.first)
+    units, width = (_unit(key), _unit(query)), k.shape[1]
     tables = torch.full((2, TURNS, PHASES, width), math.inf, dtype=torch.float64)
-    for step in range(TURNS if turns else 1):
-        where = torch.arange(width) if step == 0 else torch.nonzero(_stands(k[:, :pairs]) | _stands(q[:, :pairs])).flatten()
-        if not len(where):
-            break
+    for step in range(TURNS if len(turning) else 1):
+        where = turning if step else torch.arange(width)
         turn = complex(np.exp(0.5j * np.pi * step / TURNS))
         turned = [torch.view_as_real(plane[:, where.to(plane.device)] * turn) for plane in (k, q)]  # [tokens, where, 2]
-        spread, second = turned[0].var(dim=0, unbiased=False), turned[1].square().mean(dim=0)
-        of_key = _errors(turned[0].flatten(1) / units[0])[0].view(PHASES, -1, 2) * units[0] ** 2
+        spread, second = _spread(turned[0], looked), turned[1].square().mean(dim=0)
+        of_key = _errors(turned[0].flatten(1) / units[0], looked)[0].view(PHASES, -1, 2) * units[0] ** 2
         of_query = _errors(turned[1].flatten(1) / units[1])[1].view(PHASES, -1, 2) * units[1] ** 2
         tables[0, step][:, where] = (of_key * second).sum(dim=-1).cpu()
         tables[1, step][:, where] = (of_query * spread).sum(dim=-1).cpu()
@@ -80,6 +90,13 @@ def _planes(values: torch.Tensor, parts: Parts) -> torch.Tensor:
     return torch.cat([torch.complex(values[:, parts.first], values[:, parts.second]), torch.complex(rest, torch.zeros_like(rest))], dim=1)
 
 
+def _spread(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Weighted variance over tokens: [tokens, ...] → float64 [...]."""
+    share, exact = _shares(weights), values.double()
+    mean = torch.tensordot(share, exact, dims=1)
+    return torch.tensordot(share, (exact - mean).square(), dims=1)
+
+
 def _stands(pairs: torch.Tensor) -> torch.Tensor:
     """Which pairs prefer a direction: bool [pairs], on the host."""
     return (pairs.square().mean(dim=0).abs() > _STILL * pairs.abs().square().mean(dim=0)).cpu()
@@ -91,14 +108,24 @@ def _unit(values: torch.Tensor) -> float:
     return 2.0 ** math.ceil(math.log2(largest * _HEADROOM * 2 / _FORMAT.max)) if largest > 0 else 1.0
 
 
-def _errors(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Variance and mean square of the error at every phase, of [tokens, channels] in units of a scale: float64 [PHASES, channels] each."""
+def _errors(values: torch.Tensor, weights: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Variance and mean square of the error at every phase, of [tokens, channels] in units of a scale: float64 [PHASES, channels] each.
+
+    `weights`: of the tokens, [tokens]; None counts all alike.
+    """
     spread, square = [], []
+    share = torch.full((len(values),), 1 / len(values), dtype=torch.float64, device=values.device) if weights is None else _shares(weights)
     for phase in range(PHASES):
         factor = 2.0 ** (phase / PHASES)
         scaled = values * factor
         wrong = (_FORMAT.round_trip(scaled) - scaled) / factor
-        second, mean = wrong.square().mean(dim=0, dtype=torch.float64), wrong.mean(dim=0, dtype=torch.float64)
+        mean, second = share @ wrong.double(), share @ wrong.square().double()
         square.append(second)
         spread.append((second - mean**2).clamp_min(0))
     return torch.stack(spread), torch.stack(square)
+
+
+def _shares(weights: torch.Tensor) -> torch.Tensor:
+    """float64 weights that add up to 1."""
+    exact = weights.double().clamp_min(0)
+    return exact / exact.sum()

@@ -41,6 +41,13 @@ def rank_here() -> Rank:
     return rank
 
 
+def check_port() -> None:
+    """Raise UsageError for a port where nobody answers: given `--master-port 0` torchrun chooses one itself, and tells its processes 0."""
+    port = os.environ["MASTER_PORT"]
+    if not (port.isdigit() and 0 < int(port) < 1 << 16):
+        raise UsageError(f"MASTER_PORT is {port}, where nobody answers: give torchrun --standalone, or the number of a free port as --master-port")
+
+
 def refuse_many(command: str) -> None:
     """Raise UsageError in a torchrun job of more than one process: every one of them would do the whole of `command`."""
     if rank_here().size > 1:

@@ -19,9 +19,10 @@ from calibrate.artefact import process_is_dead
 from calibrate.collect.observer import Observer
 from calibrate.errors import CalibrateError, HostError, UsageError
 from calibrate.progress import stderr
-from calibrate.ranks import Rank, rank_here
+from calibrate.ranks import Rank, check_port, rank_here
 
-STALL_SECONDS = 1800.0  # without a finished batch on any rank, and for one collective: then the job is given up
+STALL_SECONDS = 1800.0  # without a finished batch on any rank: then the job is given up
+_JOIN_SECONDS = 300.0  # until all have started (torchrun's own rendezvous came first), and for one collective: ranks have met before each
 _POLL_SECONDS = 0.1
 _WORD = "word"  # holds the rank that may speak for a job that failed
 _TOKENS = "tokens"
@@ -88,13 +89,14 @@ class _Ranks(Team):
                 raise HostError(f"this is process {self.rank.local + 1} of its host, which has {torch.cuda.device_count()} GPUs")
             device = f"cuda:{self.rank.local}"
             torch.cuda.set_device(device)
+        self.meet("started")  # what follows sees no death of another rank until its time is up
         with _one_line("the ranks cannot reach each other"):
             dist.init_process_group(
                 "nccl" if cuda else "gloo",
                 store=self._store,
                 rank=self.rank.number,
                 world_size=self.rank.size,
-                timeout=timedelta(seconds=STALL_SECONDS),
+                timeout=timedelta(seconds=_JOIN_SECONDS),
                 device_id=torch.device(device) if cuda else None,
             )
         return device
@@ -157,8 +159,12 @@ class _Ranks(Team):
             raise TeamError(f"rank {late} of {self.rank.size} did nothing for {STALL_SECONDS:,.0f} s; finished work is kept")
 
     def add(self, observer: Observer, devices: dict[int, torch.device]) -> None:
-        with _one_line("the ranks could not add their counts"), torch.inference_mode():  # as the forwards, in which the counts were made
-            observer.all_reduce(_sum, _max, devices)
+        try:
+            with _one_line("the ranks could not add their counts"), torch.inference_mode():  # as the forwards, in which the counts were made
+                observer.all_reduce(_sum, _max, devices)
+        except TeamError as error:
+            time.sleep(3 * _POLL_SECONDS)  # until the launcher has seen to a rank that died
+            raise TeamError(self.who_died() or str(error)) from error
 
     def who_died(self) -> str:
         here = socket.gethostname()
@@ -199,8 +205,10 @@ def joined() -> Iterator[Team]:
         yield Team()
         return
     stderr.quiet = not rank.leads
+    check_port()
     with _one_line("the ranks do not find each other"):
-        store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=STALL_SECONDS)))
+        store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=_JOIN_SECONDS)))
+        store.set_timeout(timedelta(seconds=STALL_SECONDS))
     team, done = _Ranks(rank, store), False
     try:
         yield team

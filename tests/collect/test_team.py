@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from calibrate.cli import main
 from calibrate.collect.observer import Observer
 from calibrate.collect.state import _disjoint
-from calibrate.collect.team import _disband, _Ranks, _shares
+from calibrate.collect.team import TeamError, _disband, _Ranks, _shares
 from calibrate.errors import HostError, UsageError
 from calibrate.model import probe_layout
 from calibrate.ranks import Rank, rank_here
@@ -151,6 +152,15 @@ def test_what_the_environment_says(monkeypatch):
     assert rank_here() == Rank()
 
 
+@pytest.mark.parametrize("port", ["0", "70000", "http"])
+def test_a_port_that_nobody_answers_at_is_refused_at_once(monkeypatch, place, port):
+    """torchrun --master-port 0 hands the 0 on to its processes."""
+    environment(monkeypatch, RANK="0", MASTER_PORT=port)
+    result = CliRunner().invoke(main, words(place, "port.safetensors"))
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"error: MASTER_PORT is {port}, where nobody answers: give torchrun --standalone")
+
+
 def test_a_rank_takes_no_named_gpu():
     ranks = _Ranks(Rank(1, 2, 1), torch.distributed.HashStore())
     with pytest.raises(UsageError, match="each rank takes its own GPU"):
@@ -166,11 +176,21 @@ def test_each_rank_takes_its_own_gpu_and_nccl(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: asked.update(current=device))
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend, **more: asked.update(more, backend=backend))
+    monkeypatch.setattr(_Ranks, "meet", lambda self, name: asked.update(met=name))  # the three others are not here
     assert _Ranks(Rank(3, 4, 1, 1), torch.distributed.HashStore()).device("cuda") == "cuda:1"
     assert (asked["backend"], asked["current"], asked["device_id"]) == ("nccl", "cuda:1", torch.device("cuda:1"))
     assert (asked["rank"], asked["world_size"]) == (3, 4)
     assert _Ranks(Rank(3, 4, 1, 1), torch.distributed.HashStore()).device("cpu") == "cpu"
     assert (asked["backend"], asked["device_id"]) == ("gloo", None)
+
+
+def test_a_rank_that_died_before_the_ranks_connect_is_named():
+    """gloo would wait for it until its time is up."""
+    store, dead = torch.distributed.HashStore(), subprocess.Popen(["true"])
+    dead.wait()
+    store.set("process/1", json.dumps([socket.gethostname(), dead.pid]))
+    with pytest.raises(TeamError, match=r"rank 1 of 2 .* ended without a word"):
+        _Ranks(Rank(0, 2), store).device("cpu")
 
 
 @pytest.mark.parametrize("place", ["auto", "cuda:0"])

@@ -13,12 +13,12 @@ from rich.console import Console
 from rich.table import Table
 
 
-def arguments(description: str, **numbers: int) -> argparse.Namespace:
-    """The command line of a benchmark: --json FILE and its own whole numbers with their defaults."""
+def arguments(description: str, **options: int | str) -> argparse.Namespace:
+    """The command line of a benchmark: --json FILE and its own options with their defaults, whole numbers and words."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--json", type=Path, help="write the results here too")
-    for name, default in numbers.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
+    for name, default in options.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
     return parser.parse_args()
 
 

@@ -3,6 +3,7 @@
 import os
 import platform
 import re
+import resource
 import shutil
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -121,7 +122,7 @@ def total_memory() -> int:
 
 
 def available_memory() -> int:
-    """Bytes that this process can still use: what the system has free, or less under a cgroup's limit."""
+    """Bytes that this process can still use: what the system has free, or less under a cgroup's limit or its own (`ulimit -d`, `ulimit -v`)."""
     meminfo = Path("/proc/meminfo")
     found = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo.read_text(), re.MULTILINE) if meminfo.exists() else None
     free = [int(found[1]) * 1024 if found else total_memory()]
@@ -137,7 +138,19 @@ def available_memory() -> int:
         folder = root / path.lstrip("/")
         lefts = [_cgroup_left(place, *names) for place in (folder, *folder.parents) if place.is_relative_to(root)]
         free += [left for left in lefts if left is not None]
-    return max(0, min(free))
+    return max(0, min(free + _limits_left()))
+
+
+def _limits_left() -> list[int]:
+    """Bytes below this process's own limits, which count memory as it is mapped, used or not."""
+    status = Path("/proc/self/status")
+    text = status.read_text() if status.exists() else ""
+    lefts = []
+    for limit, counted in ((resource.RLIMIT_DATA, "VmData"), (resource.RLIMIT_AS, "VmSize")):
+        most, mapped = resource.getrlimit(limit)[0], re.search(rf"^{counted}:\s+(\d+) kB", text, re.MULTILINE)
+        if most != resource.RLIM_INFINITY and mapped:
+            lefts.append(most - int(mapped[1]) * 1024)
+    return lefts
 
 
 def _cgroup_left(folder: Path, limit: str, used: str, cache: str) -> int | None:

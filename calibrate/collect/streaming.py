@@ -14,7 +14,7 @@ from calibrate.corpus import Corpus
 from calibrate.errors import UsageError
 from calibrate.host import available_memory
 from calibrate.model import SourceCheckpoint
-from calibrate.model.streamed import Skeleton, load_streamed, skeleton
+from calibrate.model.streamed import Skeleton, load_streamed, skeleton, weights_read
 from calibrate.statistics import Statistics
 
 WORKING_BYTES = 600_000_000  # Python and its libraries, counts, a batch's activations
@@ -98,11 +98,12 @@ def collect_streamed(
     """`load_model`, `prepare` and `collect`, layer by layer. `folder` keeps what an interrupted run goes on from; without that it is removed."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        model = load_streamed(source, plan.parts, folder / "offload", dtype=dtype, trust_remote_code=trust_remote_code)
-        run = prepare(model, source, corpus, tokens_per_batch=tokens_per_batch, second_moments=second_moments)
-        if check is not None:
-            check(run.layout.as_dict()["layers"])
-        return collect_layerwise(run, plan.parts.layers, plan.parts.hidden_size, folder, in_memory=plan.in_memory, state_seconds=state_seconds)
+        with weights_read():
+            model = load_streamed(source, plan.parts, folder / "offload", dtype=dtype, trust_remote_code=trust_remote_code)
+            run = prepare(model, source, corpus, tokens_per_batch=tokens_per_batch, second_moments=second_moments)
+            if check is not None:
+                check(run.layout.as_dict()["layers"])
+            return collect_layerwise(run, plan.parts.layers, plan.parts.hidden_size, folder, in_memory=plan.in_memory, state_seconds=state_seconds)
     finally:
         if not (folder / "state.safetensors").exists():
             shutil.rmtree(folder, ignore_errors=True)

@@ -3,15 +3,18 @@
 import logging
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.hooks import AlignDevicesHook, SequentialHook, remove_hook_from_module
-from accelerate.utils import named_module_tensors, set_module_tensor_to_device
+from accelerate.utils import named_module_tensors, offload, set_module_tensor_to_device
+from safetensors import safe_open
 from torch import nn
-from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel, modeling_utils
+from transformers.integrations import accelerate as accelerate_integration
 
 from calibrate.errors import UsageError
 from calibrate.model.dequantize import is_compressed
@@ -86,17 +89,43 @@ def _measure(model: PreTrainedModel, layers: str, hidden_size: int) -> Skeleton:
     return Skeleton(layers, tuple(sizes), rest, own_head, hidden_size, placement)
 
 
+@contextmanager
+def weights_read() -> Iterator[None]:
+    """While it lasts, weights on disk are read into memory of their own when they are used, by transformers and accelerate too.
+
+    They would map whole shards, privately, all of them at once to begin with: memory that they never fill, but that counts in full where a
+    process's memory is limited (`ulimit -d`, `ulimit -v`) or the system promises no more than it has.
+    """
+
+    def opened(file: str, framework: str, device: Any = "cpu", **_: Any) -> Any:
+        return safe_open(file, framework=framework, device=device, backend="pread")
+
+    places = (modeling_utils, accelerate_integration, offload)
+    before = [place.safe_open for place in places]
+    for place in places:
+        place.safe_open = opened
+    try:
+        yield
+    finally:
+        for place, function in zip(places, before, strict=True):
+            place.safe_open = function
+
+
 def load_streamed(source: SourceCheckpoint, parts: Skeleton, folder: Path, *, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
     """The model with its decoder layers on disk: it runs whole, reading every weight whenever it is used.
 
-    transformers and accelerate do this, renamed and merged tensors included; merged ones (experts) are kept in `folder`.
+    transformers and accelerate do this, renamed and merged tensors included; merged ones (experts) are kept in `folder`. Within `weights_read`
+    no file is mapped.
     """
     logging.getLogger("accelerate.big_modeling").setLevel(logging.ERROR)  # it warns of what is wanted here
     return load_model(source, device="cpu", dtype=dtype, trust_remote_code=trust_remote_code, placement=parts.placement, offload_folder=folder)
 
 
 class LayerStream:
-    """Brings decoder layers into memory one after the other. From its making on the model no longer reads weights by itself."""
+    """Brings decoder layers into memory one after the other. From its making on the model no longer reads weights by itself.
+
+    To be used within `weights_read`: mapped pages would be read when the layer computes, by the thread that waits for it.
+    """
 
     def __init__(self, model: PreTrainedModel, layers: str) -> None:
         self.layers = list(model.get_submodule(layers))
@@ -119,8 +148,7 @@ class LayerStream:
                     set_module_tensor_to_device(module, name, "meta")
 
     def _read(self, number: int) -> list[torch.Tensor]:
-        """Copies: a mapped page would be read when the layer computes, by the thread that waits for it."""
-        return [weights[name].clone() for _, name, weights in self._places[number]]
+        return [weights[name] for _, name, weights in self._places[number]]
 
 
 def _offloaded(layer: nn.Module) -> list[tuple[nn.Module, str, Any]]:

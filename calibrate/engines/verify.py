@@ -142,10 +142,9 @@ def engine_env(tensor_parallel_size: int, cuda: bool) -> dict[str, str]:
     """What an engine child's environment needs beside `process.engine_environment`."""
     if tensor_parallel_size == 1:
         return {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # engine and worker in the child itself: two imports of vLLM fewer
-    # by itself vLLM wants one NUMA node a rank, which few hosts have
     if cuda:
-        return {}
-    # and unbound ranks would each take every core and spin there
+        return {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}  # forked workers could not use CUDA, which the engine's process has started
+    # by itself vLLM wants one NUMA node a rank, which few hosts have, and unbound ranks would each take every core and spin there
     threads = max(1, (os.cpu_count() or 1) // tensor_parallel_size)
     return {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
 

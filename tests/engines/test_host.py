@@ -5,6 +5,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from calibrate.engines import host, verify_checkpoint
+from calibrate.engines.verify import engine_env
 from calibrate.errors import HostError, UsageError
 from calibrate.host import Cpu, judge_stages
 
@@ -110,6 +111,13 @@ def test_heads_that_can_be_shared_out(changes, ranks, refused):
                 host.check_heads(each, ranks)
         else:
             host.check_heads(each, ranks)
+
+
+def test_ranks_on_gpus_are_spawned():
+    """Seen on two GPUs: "Cannot re-initialize CUDA in forked subprocess" with vLLM's default."""
+    assert engine_env(2, cuda=True)["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
+    assert "VLLM_WORKER_MULTIPROC_METHOD" not in engine_env(2, cuda=False)
+    assert engine_env(1, cuda=True) == {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
 def test_truncated_scales(tmp_path):

@@ -12,8 +12,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import triton
-import triton.language as tl
 
 from calibrate.collect.counting import sums_of
 from calibrate.collect.histogram_cuda import Histogram, Shape, chunks_of
@@ -21,27 +19,8 @@ from calibrate.statistics import CACHE_DTYPES, CODES
 
 KV_HEADS, HEADS, DIM, SETS = 8, 32, 128, 3
 # Written before the first run, µs of K + V + Q of a layer at 8,192 tokens (0.1 GB of memory: 25 µs at 4 TB/s): shared atomics at 4 to 5 elements a
-# clock and multiprocessor; global atomics at 100 to 200 thousand million a second.
-PREDICTED = {"cuda": 90, "triton, table in memory": 400, "torch.bincount": 1300}
-
-
-@triton.jit
-def _count(values, lengths, counts, amax, batch_stride, head_stride, row_stride, seq, rows, ROWS: tl.constexpr, CHANNELS: tl.constexpr):
-    head, row = tl.program_id(1), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    sample, at = row // seq, row % seq
-    real = (row < rows) & (at < tl.load(lengths + sample, mask=row < rows, other=0))
-    source = values + sample[:, None].to(tl.int64) * batch_stride + head * head_stride + at[:, None].to(tl.int64) * row_stride
-    codes = tl.load(source + tl.arange(0, CHANNELS)[None, :], mask=real[:, None], other=0).to(tl.int32) & 0x7FFF
-    mask = real[:, None] & (codes >= 0)
-    tl.atomic_add(counts + head * 32768 + codes, 1, mask=mask, sem="relaxed")
-    tl.atomic_max(amax + head, tl.max(tl.max(tl.where(mask, codes, 0), 1), 0), sem="relaxed")
-
-
-def by_triton(values, lengths, counts, amax, rows_at_once=32):
-    batch, heads, seq, dim = values.shape
-    grid = (triton.cdiv(batch * seq, rows_at_once), heads)
-    bits = values.view(torch.int16)
-    _count[grid](bits, lengths, counts, amax, *values.stride()[:3], seq, batch * seq, ROWS=rows_at_once, CHANNELS=dim)
+# clock and multiprocessor.
+PREDICTED = {"cuda": 90, "torch.bincount": 1300}
 
 
 def by_bincount(values, counts, amax, *, sums):
@@ -153,7 +132,6 @@ def main() -> None:
         print(f"host: {found['host_us_a_call']} µs a call", flush=True)
     except Exception as error:
         print(f"host: {error}", flush=True)
-    measure("triton, table in memory", lambda values, counts, amax, sums: by_triton(values, lengths, counts, amax), 6)
     measure("torch.bincount", lambda values, counts, amax, sums: by_bincount(values, counts, amax, sums=sums), 6)
 
 

@@ -39,10 +39,10 @@ class Shape:
     bins: int = CODES
 
     @classmethod
-    def fitting(cls, shared_bytes: int, cache_dtype: CacheDtype, *, sums: bool) -> "Shape":
+    def fitting(cls, shared_bytes: int, cache_dtype: CacheDtype) -> "Shape":
         """The fastest that was measured (docs/performance.md), with as many bins as a block's shared memory holds."""
         bins = min(CODES, (shared_bytes - _BESIDE) // 4 // 4096 * 4096)
-        return cls(512 if sums else 1024, 4, min(CODES - bins, _LOW[cache_dtype.name]), bins)
+        return cls(768, 2, min(CODES - bins, _LOW[cache_dtype.name]), bins)
 
 
 class Histogram:
@@ -63,7 +63,7 @@ class Histogram:
         self._architecture = f"sm_{properties.major}{properties.minor}"
         self._multiprocessors = properties.multi_processor_count
         shared = self._shared_bytes()
-        self.shapes = shapes or {sums: Shape.fitting(shared, cache_dtype, sums=sums) for sums in (False, True)}
+        self.shapes = shapes or dict.fromkeys((False, True), Shape.fitting(shared, cache_dtype))
         self._functions: dict[tuple[bool, bool], ctypes.c_void_p] = {}
         self._function(wide=True, sums=True)  # fail now rather than in the middle
 

@@ -117,11 +117,11 @@ def test_blocks_fill_the_multiprocessors():
 
 def test_a_gpu_with_little_shared_memory_counts_the_common_codes_there():
     bfloat16, float16 = CACHE_DTYPES["bfloat16"], CACHE_DTYPES["float16"]
-    assert Shape.fitting(232_448, bfloat16, sums=True).bins == CODES  # H100, H200
-    small = Shape.fitting(101_376, bfloat16, sums=False)  # L40S, RTX 4090
+    assert Shape.fitting(232_448, bfloat16).bins == CODES  # H100, H200
+    small = Shape.fitting(101_376, bfloat16)  # L40S, RTX 4090
     assert (small.low, small.bins) == (CODES - small.bins, 24_576)
     for dtype in (bfloat16, float16):
-        least = Shape.fitting(65_536, dtype, sums=False)  # T4
+        least = Shape.fitting(65_536, dtype)  # T4
         values = dtype.decode()
         assert 4 * least.bins + 16 <= 65_536
         assert values[least.low] < 2e-3

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from torch import nn
@@ -9,6 +10,7 @@ from transformers import PreTrainedModel
 
 from calibrate.model import CacheLayout
 from calibrate.model.attention import watched_attention
+from calibrate.model.blocks import masks_as_rules
 from calibrate.model.cache import PassingCache, query_in, writing_frame
 
 # called with (layer index, kind, tensor [batch, heads, seq, head_dim])
@@ -23,7 +25,7 @@ def observe(model: PreTrainedModel, layout: CacheLayout, input_ids: torch.Tensor
     """Run one batch of right-padded rows and show every K, V and Q to `see`.
 
     Padding stands to the right of a row's only document and no attention mask is given: under causal attention no real token sees it, in
-    any architecture, and attention keeps its fast path.
+    any architecture, and attention keeps its fast path. What would need memory for every pair of tokens is computed in blocks of queries.
 
     Args:
         input_ids: int64 [batch, seq], on the model's device.
@@ -53,7 +55,9 @@ def observe(model: PreTrainedModel, layout: CacheLayout, input_ids: torch.Tensor
         if index == last.index and not to_the_end:
             raise _Done
 
-    with torch.inference_mode(), watched_attention(model, on_attention):
+    through_interface = len(indices) == len(layout.layers)
+    long = masks_as_rules(model, input_ids.shape[1]) if through_interface else nullcontext()
+    with torch.inference_mode(), long, watched_attention(model, on_attention):
         try:
             model.base_model(input_ids=input_ids, past_key_values=PassingCache(config, on_update), use_cache=True)
         except _Done:

@@ -10,6 +10,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from calibrate.model.blocks import attend
+
 # called with (attention module, query, key) before the attention is computed; query: [batch, heads, seq, head_dim]
 OnAttention = Callable[[nn.Module, torch.Tensor, torch.Tensor], None]
 
@@ -27,7 +29,7 @@ def wrapped_attention(model: PreTrainedModel, around: AroundAttention) -> Iterat
 
     def attention(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         function = original or _own_eager(module)
-        return around(module, lambda q, k, v: function(module, q, k, v, *args, **kwargs), query, key, value)
+        return around(module, lambda q, k, v: attend(function, module, q, k, v, *args, **kwargs), query, key, value)
 
     ALL_ATTENTION_FUNCTIONS[name] = attention  # in this instance's local mapping: deleting it uncovers the global one
     try:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
 
@@ -16,11 +17,12 @@ _STEPS = 128  # candidates an octave: the bfloat16 numbers, as the mse policy ha
 
 @dataclass(frozen=True)
 class Material:
-    """What rows are made from: statistics of text and of random tokens, and the engine's granularity."""
+    """What rows are made from: statistics of text and of random tokens, the engine's granularity and, for objectives that look again, the model."""
 
     statistics: Statistics
     random: Statistics
     granularity: str
+    model: Path | None = None
     _kept: dict[PolicyOptions, Scales] = field(default_factory=dict)
 
     def solved(self, policy: str = "mse", margin: float = 2.0, granularity: str | None = None) -> Scales:

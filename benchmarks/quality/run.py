@@ -95,7 +95,7 @@ def material_of(model: Path, granularity: str, work: Path, device: str, statisti
     if torch.cuda.is_available():
         torch.cuda.empty_cache()  # the engine has its own use for it
     path = statistics or checkpoint / "kv_calibration" / "statistics.safetensors"
-    return checkpoint, Material(Statistics.load(path), Statistics.load(random), granularity)
+    return checkpoint, Material(Statistics.load(path), Statistics.load(random), granularity, model)
 
 
 def text_of(model: Path, data: str, rows: int, length: int) -> Text:

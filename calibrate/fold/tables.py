@@ -1,7 +1,7 @@
 """The error of FP8 at every phase: how much of a channel's energy is lost, by where in the octave its multiplier puts it.
 
 Above its subnormals E4M3's relative error repeats with every factor of two, so a table over one octave holds for any scale: multiplying a channel
-by m and quantizing with scale s is quantizing it with s/m.
+by m and quantizing with scale s is quantizing it with s/m. Subnormals and saturation are left out: scales keep both far from where energy is.
 """
 
 import math
@@ -12,13 +12,11 @@ import torch
 
 from calibrate.fold.parts import Parts
 from calibrate.fold.sample import LayerSample
-from calibrate.scales import FORMATS
 
 PHASES = 16  # steps of an octave
 TURNS = 16  # steps of a quarter turn: a whole quarter only swaps the two channels
-_STILL = 0.02  # |E[z²]| / E|z|² of a pair that turns all the time is 0: rotating it changes nothing
-_HEADROOM = 2.0
-_FORMAT = FORMATS["e4m3"]
+_STILL = 0.1  # |E[z²]| / E|z|² of a pair that turns all the time is 0: rotating it changes nothing
+_DROPPED = 20  # of the 23 mantissa bits of a float32
 
 
 @dataclass(frozen=True)
@@ -54,9 +52,8 @@ def value_table(values: torch.Tensor, mass: torch.Tensor, weights: torch.Tensor)
         values: [kv_heads, tokens, channels]. mass: of each token, [kv_heads, tokens].
         weights: squared norm of the output projection's columns, [kv_heads, channels].
     """
-    unit = _unit(values)
-    table = torch.stack([_errors(head / unit, of)[1] for head, of in zip(values.float(), mass, strict=True)])  # [kv_heads, PHASES, channels]
-    return (table * unit**2 * weights[:, None].to(table)).cpu().numpy()
+    table = torch.stack([_errors(head, of)[1] for head, of in zip(values.float(), mass, strict=True)])  # [kv_heads, PHASES, channels]
+    return (table * weights[:, None].to(table)).cpu().numpy()
 
 
 def _turning(key: torch.Tensor, query: torch.Tensor, parts: Parts, turns: bool) -> torch.Tensor:
@@ -69,15 +66,15 @@ def _turning(key: torch.Tensor, query: torch.Tensor, parts: Parts, turns: bool) 
 
 def _head_tables(key: torch.Tensor, query: torch.Tensor, looked: torch.Tensor, parts: Parts, turning: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
     k, q = _planes(key, parts), _planes(query, parts)  # complex64 [tokens, pairs + rest]
-    units, width = (_unit(key), _unit(query)), k.shape[1]
+    width = k.shape[1]
     tables = torch.full((2, TURNS, PHASES, width), math.inf, dtype=torch.float64)
     for step in range(TURNS if len(turning) else 1):
         where = turning if step else torch.arange(width)
         turn = complex(np.exp(0.5j * np.pi * step / TURNS))
         turned = [torch.view_as_real(plane[:, where.to(plane.device)] * turn) for plane in (k, q)]  # [tokens, where, 2]
         spread, second = _spread(turned[0], looked), turned[1].square().mean(dim=0)
-        of_key = _errors(turned[0].flatten(1) / units[0], looked)[0].view(PHASES, -1, 2) * units[0] ** 2
-        of_query = _errors(turned[1].flatten(1) / units[1])[1].view(PHASES, -1, 2) * units[1] ** 2
+        of_key = _errors(turned[0].flatten(1), looked)[0].view(PHASES, -1, 2)
+        of_query = _errors(turned[1].flatten(1))[1].view(PHASES, -1, 2)
         tables[0, step][:, where] = (of_key * second).sum(dim=-1).cpu()
         tables[1, step][:, where] = (of_query * spread).sum(dim=-1).cpu()
     return tables[0].numpy(), tables[1].numpy()
@@ -102,27 +99,28 @@ def _stands(pairs: torch.Tensor) -> torch.Tensor:
     return (pairs.square().mean(dim=0).abs() > _STILL * pairs.abs().square().mean(dim=0)).cpu()
 
 
-def _unit(values: torch.Tensor) -> float:
-    """A power of two that brings values well below the format's largest number and far above its smallest."""
-    largest = float(values.abs().max())
-    return 2.0 ** math.ceil(math.log2(largest * _HEADROOM * 2 / _FORMAT.max)) if largest > 0 else 1.0
-
-
 def _errors(values: torch.Tensor, weights: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Variance and mean square of the error at every phase, of [tokens, channels] in units of a scale: float64 [PHASES, channels] each.
 
     `weights`: of the tokens, [tokens]; None counts all alike.
     """
     spread, square = [], []
-    share = torch.full((len(values),), 1 / len(values), dtype=torch.float64, device=values.device) if weights is None else _shares(weights)
+    share = _shares(torch.ones(len(values), device=values.device) if weights is None else weights).to(values.dtype)
     for phase in range(PHASES):
         factor = 2.0 ** (phase / PHASES)
         scaled = values * factor
-        wrong = (_FORMAT.round_trip(scaled) - scaled) / factor
-        mean, second = share @ wrong.double(), share @ wrong.square().double()
+        wrong = rounded(scaled).sub_(scaled)
+        mean, second = (share @ wrong).double() / factor, (share @ wrong.square_()).double() / factor**2
         square.append(second)
         spread.append((second - mean**2).clamp_min(0))
     return torch.stack(spread), torch.stack(square)
+
+
+def rounded(values: torch.Tensor) -> torch.Tensor:
+    """float32 → the nearest number of three mantissa bits, ties to even: E4M3 without its limits, several times faster than a cast."""
+    bits = values.contiguous().view(torch.int32)
+    even = (bits >> _DROPPED) & 1
+    return even.add_(bits).add_((1 << (_DROPPED - 1)) - 1).bitwise_and_(-(1 << _DROPPED)).view(torch.float32)
 
 
 def _shares(weights: torch.Tensor) -> torch.Tensor:

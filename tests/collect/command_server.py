@@ -55,7 +55,7 @@ def _command(request: dict[str, Any]) -> None:
     log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(log, stream)
-    faulthandler.dump_traceback_later(20, file=sys.__stderr__)  # where one that does not end stands
+    faulthandler.dump_traceback_later(60, file=sys.__stderr__)  # where one that does not end stands
     os.environ.update(request["environment"])
     sys.argv = ["calibrate", *request["start"]]
     for module, stages in STAGES.items():

@@ -116,8 +116,8 @@ def test_a_killed_job_goes_on_to_the_same_checkpoint(kind, commands, reference, 
     more = ["--streaming", "always"] if kind == "layers" else []
     rng, kills, resumed = np.random.default_rng(0), 0, 0
     while kills < KILLS[kind]:
-        before, output = kills, tmp_path / f"from-{kills}" / "out"
-        output.parent.mkdir(exist_ok=True)
+        before, output = kills, tmp_path / str(len(list(tmp_path.iterdir()))) / "out"
+        output.parent.mkdir()
         while not output.exists():
             process = commands.start(["run", *words(folder), *more, "--no-verify", "-o", str(output)])
             if kills < KILLS[kind]:
@@ -139,8 +139,8 @@ def test_killed_ranks_go_on_to_the_same_statistics(commands, reference, tmp_path
     folder, expected, seconds = reference
     rng, kills, resumed = np.random.default_rng(0), 0, 0
     while kills < KILLS["team"]:
-        before, output = kills, tmp_path / f"from-{kills}" / "statistics"
-        output.parent.mkdir(exist_ok=True)
+        before, output = kills, tmp_path / str(len(list(tmp_path.iterdir()))) / "statistics"
+        output.parent.mkdir()
         while not output.exists():
             store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # the launcher keeps it, and outlives the ranks
             ranks = _two_ranks(commands, [*words(folder), "-o", str(output)], store)

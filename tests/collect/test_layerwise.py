@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -87,6 +88,16 @@ def test_memory_is_what_cgroups_and_limits_leave(tmp_path):
     assert host._cgroup_left(tmp_path, "memory.max", "memory.current", "inactive_file") == 2700
     (tmp_path / "memory.max").write_text("max\n")
     assert host._cgroup_left(tmp_path, "memory.max", "memory.current", "inactive_file") is None
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="what a process has mapped is read from Linux's /proc")
+@pytest.mark.parametrize(("limit", "counted"), [(resource.RLIMIT_DATA, "VmData"), (resource.RLIMIT_AS, "VmSize")])
+def test_memory_is_what_the_process_may_still_map(limit, counted, monkeypatch):
+    mapped = next(int(line.split()[1]) * 1024 for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(counted))
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (mapped + 10**6 if which == limit else resource.RLIM_INFINITY,) * 2)
+    assert host.available_memory() <= 2 * 10**6  # the heap may shrink in between
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (1 if which == limit else resource.RLIM_INFINITY,) * 2)
+    assert host.available_memory() == 0
 
 
 def test_many_processes_and_gpus_are_refused(llama, tmp_path):

@@ -1,7 +1,7 @@
 """Objectives nearer to what matters than the error of elements: a hook of run.py, `--hook benchmarks/quality/objectives.py`.
 
-Keys, values and queries of some rows of the calibration text are kept whole, layer by layer; each objective then chooses every scale from one octave above
-2·amax/448, per tensor or per KV head.
+Keys, values and queries of some rows of the calibration text are kept whole, layer by layer; each objective then chooses every scale from one octave
+above 2·amax/448, per tensor or per KV head.
 
 weighted           K's error by E[q²] of its channel, Q's by E[k²], V's by the squared norm of the output projection's columns
 weighted, centred  the same, but of K's error the variance over tokens and of Q's what meets Var(k): softmax does not see what moves all logits alike
@@ -18,7 +18,7 @@ from torch import nn
 from benchmarks.quality.rows import KINDS, Material
 from calibrate.collect.watch import observe
 from calibrate.corpus import CorpusOptions, load_corpus
-from calibrate.model import AttentionLayer, SourceCheckpoint, probe_layout, load_model, load_tokenizer
+from calibrate.model import AttentionLayer, SourceCheckpoint, load_model, load_tokenizer, probe_layout
 from calibrate.scales import FORMATS, LayerScales, Scales
 
 ROWS, LENGTH, STEPS, SWEEPS = 4, 1024, 16, 2
@@ -32,7 +32,7 @@ _FORMAT = FORMATS["e4m3"]
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer's tensors, float32: k, v [rows, kv_heads, seq, dim], q [rows, kv_heads, group, seq, head_dim]; `output` [hidden, kv_heads, group, dim]."""
+    """One layer's tensors, float32: k, v [rows, kv_heads, seq, dim], q [rows, kv_heads, group, seq, dim]; `output` [hidden, kv_heads, group, dim]."""
 
     k: torch.Tensor
     v: torch.Tensor
@@ -141,7 +141,7 @@ def _attention_output(layer: Layer) -> dict[str, float]:
 
 
 def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: Layer, *, fp8: bool) -> torch.Tensor:
-    """Causal attention; with `fp8` the weights are stored as FlashAttention 3 stores them, 256 for a row's largest. [rows, kv_heads, group, seq, dim]."""
+    """Causal attention, [rows, kv_heads, group, seq, dim]; with `fp8` the weights are stored as FlashAttention 3 does, 256 for a row's largest."""
     place = torch.arange(key.shape[2], device=key.device)
     hidden = place[None, :] > place[:, None]
     if layer.window:

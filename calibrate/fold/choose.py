@@ -1,6 +1,5 @@
 """Which multipliers and rotations: for each pair and channel the least predicted error, where it gains enough to be worth a rounding."""
 
-import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,11 +46,10 @@ def choose(sample: LayerSample, parts: Parts, output_weight: torch.Tensor, switc
     halves, before, after = sample.halves(), {}, {}
     if {"k", "turn"} & set(switches):
         sides = [np.stack([half.key, half.query]) for half in key_tables(sample, parts, turns="turn" in switches)]  # [2, rows, TURNS, PHASES, width]
-        grid = np.full((TURNS, PHASES), np.inf)
-        grid[: TURNS if "turn" in switches else 1, : PHASES if "k" in switches else 1] = 0
-        was, now = _held_out(sides, grid)
+        free = "turn" in switches, "k" in switches
+        was, now = _held_out(sides, free)
         before, after = dict(zip("kq", was, strict=True)), dict(zip("kq", now, strict=True))
-        turn, phase = np.divmod(_best(sum(sides), grid).place, PHASES)
+        turn, phase = np.divmod(_best(sum(sides), free).place, PHASES)
         factors = _multiplier(phase) * np.exp(0.5j * np.pi * turn / TURNS)
     if {"v", "mean"} & set(switches):
         columns = output_weight.float().square().sum(dim=0).view(layer.num_key_value_heads, parts.group, -1).sum(dim=1)  # [kv_heads, channels]
@@ -60,43 +58,52 @@ def choose(sample: LayerSample, parts: Parts, output_weight: torch.Tensor, switc
         shift = torch.from_numpy(mean).to(sample.v.device, torch.float32)[:, None]
         plain = [value_table(half.v, half.mass, columns)[None, :, None] for half in halves]  # [1, kv_heads, 1, PHASES, channels]
         moved = [value_table(half.v.float() - shift, half.mass, columns)[None, :, None] for half in halves]
-        grid = np.full((1, PHASES), np.inf)
-        grid[0, : PHASES if "v" in switches else 1] = 0
-        before["v"], after["v"] = _held_out(plain, grid)[0][0], _held_out(moved, grid)[1][0]
-        multiplier = _multiplier(_best(sum(moved), grid).place)
+        free = False, "v" in switches
+        before["v"], after["v"] = _held_out(plain, free)[0][0], _held_out(moved, free)[1][0]
+        multiplier = _multiplier(_best(sum(moved), free).place)
     pairs, rest = factors[:, : len(parts.first)], factors[:, len(parts.first) :].real
     return LayerFold(layer.index, layer.module, pairs, rest, multiplier, mean), Predicted(before, after)
 
 
-def _held_out(sides: list[np.ndarray], grid: np.ndarray) -> tuple[list[float], list[float]]:
+def _held_out(sides: list[np.ndarray], free: tuple[bool, bool]) -> tuple[list[float], list[float]]:
     """Error of each kind without and with a choice that was made on the other half, summed over both."""
-    neutral = np.full(grid.shape, np.inf)
-    neutral[0, 0] = 0
     totals = []
-    for allowed in (neutral, grid):
+    for allowed in ((False, False), free):
         errors = [_errors_of(other, _best(one, allowed)) for one, other in (sides, sides[::-1])]
         totals.append([float(sum(kind)) for kind in zip(*errors, strict=True)])
     return totals[0], totals[1]
 
 
-def _best(table: np.ndarray, grid: np.ndarray) -> _Pick:
+def _best(table: np.ndarray, free: tuple[bool, bool]) -> _Pick:
     """The choice of least error, scales included; what gains too little stays neutral.
+
+    At scales of phases a and b the multiplier of phase m puts K at a + m and Q at b - m: what can be reached depends on a + b alone.
 
     Args:
         table: [kinds, rows, turns, PHASES, width]: error of K, and of Q where there is one.
-        grid: 0 where a rotation and phase are allowed, infinite elsewhere: [turns, PHASES].
+        free: whether rotations and whether multipliers may be chosen.
     """
-    best = None
-    for scales in itertools.product(range(PHASES), repeat=len(table)):
-        cost = sum(_shifted(table, scales)) + grid[None, :, :, None]
-        flat = cost.reshape(len(cost), -1, cost.shape[-1])
-        base, pick = flat[:, 0], flat.argmin(axis=1)  # [rows, width]
-        least = np.take_along_axis(flat, pick[:, None], axis=1)[:, 0]
-        worth = base - least > _WORTH * base.mean()
-        total = float(np.where(worth, least, base).sum())
-        if best is None or total < best[0]:
-            best = total, _Pick(np.where(worth, pick, 0), scales)
+    steps, best = np.arange(PHASES), None
+    turns = slice(None if free[0] else 1)
+    for both in range(PHASES if len(table) > 1 else 1):
+        cost = table[0] + table[1][:, :, (both - steps) % PHASES] if len(table) > 1 else table[0]  # by K's phase: [rows, turns, PHASES, width]
+        reach = _least(cost[:, turns]) if free[1] else None
+        for scale in steps:
+            turn, phase, least = reach or _least(cost[:, turns, scale : scale + 1])
+            base = cost[:, 0, scale]  # [rows, width]
+            worth = base - least > _WORTH * base.mean()
+            total = float(np.where(worth, least, base).sum())
+            if best is None or total < best[0]:
+                place = turn * PHASES + ((phase - scale) % PHASES if free[1] else 0)
+                best = total, _Pick(np.where(worth, place, 0), (int(scale), int((both - scale) % PHASES))[: len(table)])
     return best[1]
+
+
+def _least(cost: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Rotation and phase of the least error, and it: [rows, turns, phases, width] → [rows, width] each."""
+    flat = cost.reshape(len(cost), -1, cost.shape[-1])
+    place = flat.argmin(axis=1)
+    return *np.divmod(place, cost.shape[2]), np.take_along_axis(flat, place[:, None], axis=1)[:, 0]
 
 
 def _errors_of(table: np.ndarray, pick: _Pick) -> list[float]:

@@ -55,8 +55,10 @@ inspect: .venv/.ready ## scales, ranges and warnings of CHECKPOINT= (a checkpoin
 doctor: .venv/.ready ## what this machine has, and what each stage can do on it
 	$(CLI) doctor $(ARGS)
 
-test: .venv/.ready ## every test that can run here [ARGS=]
-	.venv/bin/python -m pytest $(ARGS)
+# Most of a run is starting things, which keeps one core busy: two files at a time. A file's tests share its fixtures.
+WORKERS ?= 2
+test: .venv/.ready ## every test that can run here [WORKERS=2] [ARGS=]
+	.venv/bin/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-fast: .venv/.ready ## without vLLM and without downloads
 	.venv/bin/python -m pytest -m 'not vllm and not weights' $(ARGS)

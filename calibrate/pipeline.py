@@ -93,8 +93,8 @@ def run(options: JobOptions, output: Path | None, *, force: bool = False, verify
     output = output or Path("calibrated") / "-".join(filter(None, [model_name(original, options), options.weights]))
     recipe = recipe_for(original, options)
     policy, skip = options.scales(recipe), options.skipped(recipe)
-    check_carrier(original, output, options.weights, policy, force=force, for_vllm=verify)
     check_fold(original, options.fold, options.weights)
+    check_carrier(original, output, options.weights, policy, force=force, for_vllm=verify)
     note(f"model {original.path} ({original.model_type}), recipe {recipe.family}, output {output}")
     if verify and (unknown := unlisted(original.config)):
         note(unknown)

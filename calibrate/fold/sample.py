@@ -45,7 +45,7 @@ def chosen_rows(corpus: Corpus) -> list[torch.Tensor]:
 
 def take_samples(model: PreTrainedModel, layout: CacheLayout, rows: Sequence[torch.Tensor], cache_dtype: torch.dtype) -> dict[int, LayerSample]:
     """Run the rows and keep some tokens of each layer, rounded to the cache's type, on the model's device."""
-    stride, offset = max(1, sum(len(row) for row in rows) // TOKENS), 0
+    stride, offset = -(-sum(len(row) for row in rows) // TOKENS), 0
     kept: dict[tuple[int, str], list[torch.Tensor]] = {}
     latest: dict[str, torch.Tensor] = {}
 

@@ -25,12 +25,12 @@ class TurboQuantPaper(LowBitFormat):
         norm, unit = _split(tile)
         rotation = _rotation(tile.shape[-1], str(tile.device))
         coarse = _rounded(unit @ rotation, self.bits - 1) @ rotation.T
-        return half(norm) * (coarse + _residual(unit - coarse))
+        return (half(norm) * (coarse + _residual(unit - coarse))).float()
 
     def value(self, tile: torch.Tensor, layer: int, start: int) -> torch.Tensor:
         norm, unit = _split(tile)
         rotation = _rotation(tile.shape[-1], str(tile.device))
-        return half(norm) * (_rounded(unit @ rotation, self.bits) @ rotation.T)
+        return (half(norm) * (_rounded(unit @ rotation, self.bits) @ rotation.T)).float()
 
     def key_bytes(self, dim: int) -> float:
         return sizes.turboquant_paper(dim, self.bits, norms=2)
@@ -40,6 +40,8 @@ class TurboQuantPaper(LowBitFormat):
 
 
 def _split(tile: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Norm and direction of each vector, in float64: products in float32 round differently by the shape of a block, and levels would follow."""
+    tile = tile.double()
     norm = tile.norm(dim=-1, keepdim=True)
     return norm, tile / norm.clamp_min(1e-30)
 
@@ -53,7 +55,7 @@ def _residual(rest: torch.Tensor) -> torch.Tensor:
     """What the signs of a random projection and the norm say of the residual: without bias in inner products."""
     dim = rest.shape[-1]
     projection = _projection(dim, str(rest.device))
-    signs = torch.where(rest @ projection.T >= 0, 1.0, -1.0)
+    signs = torch.where(rest @ projection.T >= 0, 1.0, -1.0).double()
     return sqrt(pi / 2) / dim * half(rest.norm(dim=-1, keepdim=True)) * (signs @ projection)
 
 
@@ -61,12 +63,12 @@ def _residual(rest: torch.Tensor) -> torch.Tensor:
 def _rotation(dim: int, device: str) -> torch.Tensor:
     gaussian = torch.randn(dim, dim, dtype=torch.float64, generator=torch.Generator().manual_seed(_ROTATION_SEED))
     orthogonal, upper = torch.linalg.qr(gaussian)
-    return (orthogonal * upper.diagonal().sign()).to(device=device, dtype=torch.float32)
+    return (orthogonal * upper.diagonal().sign()).to(device)
 
 
 @lru_cache(maxsize=8)
 def _projection(dim: int, device: str) -> torch.Tensor:
-    return torch.randn(dim, dim, generator=torch.Generator().manual_seed(_PROJECTION_SEED)).to(device)
+    return torch.randn(dim, dim, dtype=torch.float64, generator=torch.Generator().manual_seed(_PROJECTION_SEED)).to(device)
 
 
 def turboquant_paper(bits: int) -> TurboQuantPaper:

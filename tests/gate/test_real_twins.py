@@ -21,7 +21,8 @@ from calibrate.model import SourceCheckpoint, load_model, load_tokenizer
 from calibrate.scales import PolicyOptions, solve
 
 pytestmark = pytest.mark.weights
-HELD_OUT = CompareOptions(samples=12, sequence_length=128, random_samples=1, random_length=256, attention_rows=1)
+# Without Q, as on a CPU: on so few tokens the intervals must stay well inside their bounds whatever the CPU's arithmetic does.
+HELD_OUT = CompareOptions(samples=16, sequence_length=192, random_samples=1, random_length=256, attention_rows=1, quantize_queries=False)
 GRID = NeedleGrid(lengths=(256,), depths=(0.0, 0.25, 0.5, 0.75, 1.0), needles_per_cell=4)
 FIDELITY = {"held_out_saturation", "kl", "perplexity", "top1"}
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from calibrate.errors import HostError
 from calibrate.progress import note
 from calibrate.statistics import CODES, CacheDtype
 
@@ -21,7 +22,7 @@ _FIXED_ROWS = 256  # what clearing and adding up a block's counters costs, in ro
 _LOW = {"bfloat16": 0x3000, "float16": 0x1800}  # where the window begins on a GPU without room for all codes: 2^-31, 2^-9
 
 
-class KernelError(Exception):
+class KernelError(HostError):
     """The kernel cannot be used here; the message says why."""
 
 
@@ -65,7 +66,9 @@ class Histogram:
         shared = self._shared_bytes()
         self.shapes = shapes or dict.fromkeys((False, True), Shape.fitting(shared, cache_dtype))
         self._functions: dict[tuple[bool, bool], ctypes.c_void_p] = {}
-        self._function(wide=True, sums=True)  # fail now rather than in the middle
+        self._narrow: bool | None = None  # whether the kernel for odd numbers of channels compiles; None: not asked for yet
+        for sums in (False, True):  # fail now rather than in the middle
+            self._function(wide=True, sums=sums)
 
     def _shared_bytes(self) -> int:
         handle, value = ctypes.c_int(), ctypes.c_int()
@@ -92,8 +95,16 @@ class Histogram:
         return self._functions[wide, sums]
 
     def takes(self, dim: int) -> bool:
-        """Whether a row of so many channels is no more than a block's threads take."""
-        return dim // (8 if dim % 8 == 0 else 1) <= min(shape.threads for shape in self.shapes.values())
+        """Whether a row of so many channels is no more than a block's threads take, and the kernel for it compiles."""
+        if dim // (8 if dim % 8 == 0 else 1) > min(shape.threads for shape in self.shapes.values()):
+            return False
+        if dim % 8 and self._narrow is None:
+            try:
+                self._narrow = all(self._function(wide=False, sums=sums) for sums in (False, True))
+            except KernelError as error:
+                note(f"counting heads of {dim} channels by torch.bincount, slower and to the same counts: the CUDA kernel cannot be used ({error})")
+                self._narrow = False
+        return dim % 8 == 0 or self._narrow
 
     def count(self, values: torch.Tensor, lengths: torch.Tensor, counts: torch.Tensor, amax: torch.Tensor, *, sums: bool) -> torch.Tensor | None:
         """Count one tensor as it lies, and say nothing to the host.

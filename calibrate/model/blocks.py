@@ -62,7 +62,7 @@ def masks_as_rules(model: PreTrainedModel, length: int) -> Iterator[None]:
         none_needed = make is sdpa_mask and (reach is None or length <= reach)
         if none_needed or given["q_length"] != given["kv_length"] or given.get("attention_mask") is not None or not given["allow_is_causal_skip"]:
             return make(**given)
-        # its one value forbids everything: nobody but `attend` can use it and get away with it
+        # its one value forbids everything, which no mask does: `attend` knows a copy of it by that
         place = torch.zeros(1, dtype=torch.bool) if make is sdpa_mask else torch.full((1,), torch.nan, dtype=given["dtype"])
         place = place.to(given["device"])
         places.append(place)  # its address is a key
@@ -99,6 +99,8 @@ def attend(
     rule = None if _rules is None or attention_mask is None else _rules.get(attention_mask.data_ptr())
     if _rules is not None and attention_mask is None and not flash and query.device.type == "cpu":
         rule = _Rule(sdpa_mask, {"batch_size": len(query), "device": query.device})
+    if rule is None and _rules and attention_mask is not None and _forbids_everything(attention_mask):
+        raise RuntimeError(f"{type(module).__name__} changes its attention mask, which stands for a rule in rows over {LONG} tokens")
     if rule is None:
         return function(module, query, key, value, attention_mask, *args, **kwargs)
     length, reach = query.shape[2], rule.reach
@@ -113,3 +115,9 @@ def attend(
         output[:, first:last] = part
         del part
     return output, None
+
+
+def _forbids_everything(mask: torch.Tensor) -> bool:
+    """Whether a mask is a copy of a rule's: the first token may look at itself in any other."""
+    first = mask.flatten()[0]
+    return not bool(first) if mask.dtype == torch.bool else bool(first.isnan())

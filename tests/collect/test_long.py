@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from calibrate.collect.watch import observe
 from calibrate.model import blocks, probe_layout
@@ -77,3 +78,24 @@ def _seen(model, layout, ids) -> dict[tuple[int, str], torch.Tensor]:
     seen = {}
     observe(model, layout, ids, lambda index, kind, values: seen.setdefault((index, kind), values.clone()))
     return seen
+
+
+def test_a_changed_copy_of_a_rules_mask_is_an_error_not_a_wrong_answer(monkeypatch):
+    monkeypatch.setattr(blocks, "LONG", 8)
+    model = tiny_model("mistral")
+    query, key = torch.randn(1, 4, 16, 8), torch.randn(1, 2, 16, 8)
+    module = model.model.layers[0].self_attn
+    with blocks.masks_as_rules(model, 16):
+        given = {
+            "batch_size": 1,
+            "q_length": 16,
+            "kv_length": 16,
+            "attention_mask": None,
+            "allow_is_causal_skip": True,
+            "device": torch.device("cpu"),
+        }
+        mask = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](**given, local_size=4)
+        with pytest.raises(RuntimeError, match="changes its attention mask"):
+            blocks.attend(blocks.sdpa_attention_forward, module, query, key, key, mask.clone())
+        other = torch.ones(1, 1, 16, 16, dtype=torch.bool).tril()
+        blocks.attend(blocks.sdpa_attention_forward, module, query, key, key, other)  # a mask of the model's own passes

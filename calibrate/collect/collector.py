@@ -123,6 +123,7 @@ def collect(
                     after_batch(batch, observer)
                 progress.advance(_tokens(batch))
             provenance["model"]["weights"] = team.exchange("weights", digests.result() if digests else None, pause)[0]
+            pause()  # where nobody had to be waited for, the others' last tokens are told now
             team.add(observer, devices_of(run))
         except Stopped as stopped:
             if died := team.who_died():  # the launcher ended this rank because of that one

@@ -146,6 +146,11 @@ def sha256_bytes(*parts: bytes) -> str:
     return digest.hexdigest()
 
 
+def sha256_artefact(header: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> str:
+    """Hex SHA-256 over a header and the values of its tensors, in the order of their names."""
+    return sha256_bytes(json.dumps(header, sort_keys=True).encode(), *(tensors[name].tobytes() for name in sorted(tensors)))
+
+
 def sha256_file(path: Path) -> str:
     """Hex SHA-256 of a file's bytes, read in blocks."""
     with path.open("rb") as file:

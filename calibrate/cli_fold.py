@@ -6,16 +6,15 @@ from typing import Any
 import click
 from rich.text import Text
 
-from calibrate.cli_options import as_json, device, recipe, row_options, trust_remote_code
+from calibrate.cli_options import as_json, device, new_folder, recipe, row_options, trust_remote_code
 
 fold_option = click.option("--fold", help="Fold the weights first: any of turn, k, v, mean, with commas between (docs/folding.md).")
 
 
 @click.command()
 @click.argument("model", required=False)
-@click.option("--output", "-o", type=click.Path(path_type=Path), required=True, help="Folder to write.")
 @click.option("--fold", required=True, help="What to fold: any of turn, k, v, mean, with commas between (docs/folding.md).")
-@click.option("--force", is_flag=True, help="Replace the output folder.")
+@new_folder
 @recipe
 @device
 @trust_remote_code

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 
 import click
 
@@ -27,6 +28,10 @@ model_options = _together(
         help="Read the model layer by layer, to the same result: where it does not fit into memory, always, or never.",
     ),
     click.option("--kvarn", is_flag=True, help="Collect second moments too, from which KVarN variance tables are made."),
+)
+new_folder = _together(
+    click.option("--output", "-o", type=click.Path(path_type=Path), required=True, help="Folder to write."),
+    click.option("--force", is_flag=True, help="Replace the output folder."),
 )
 row_options = _together(
     click.option("--data", help="File, folder, mix (.yaml), hub id, `builtin` or `random`. Default: the recipe's, else the built-in text."),

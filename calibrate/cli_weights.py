@@ -7,7 +7,7 @@ import click
 from rich.console import RenderableType
 from rich.text import Text
 
-from calibrate.cli_options import as_json, device, recipe, row_options, trust_remote_code
+from calibrate.cli_options import as_json, device, new_folder, recipe, row_options, trust_remote_code
 
 SCHEMES = ("fp8", "w8a8", "awq", "gptq", "w4a16", "nvfp4")
 
@@ -19,8 +19,7 @@ weights_option = click.option(
 @click.command()
 @click.argument("model", required=False)
 @click.option("--scheme", type=click.Choice(SCHEMES), required=True, help="How (docs/weights.md).")
-@click.option("--output", "-o", type=click.Path(path_type=Path), required=True, help="Folder to write.")
-@click.option("--force", is_flag=True, help="Replace the output folder.")
+@new_folder
 @recipe
 @device
 @trust_remote_code
@@ -38,8 +37,7 @@ def quantize(scheme: str, output: Path, force: bool, as_json: bool, **options: A
 
 @click.command()
 @click.argument("checkpoint")
-@click.option("--output", "-o", type=click.Path(path_type=Path), required=True, help="Folder to write.")
-@click.option("--force", is_flag=True, help="Replace the output folder.")
+@new_folder
 @trust_remote_code
 @as_json
 def convert(checkpoint: str, output: Path, force: bool, trust_remote_code: bool, as_json: bool) -> None:

@@ -53,8 +53,8 @@ class Histogram:
         KernelError: no NVRTC, or a GPU that it does not know.
     """
 
-    def __init__(self, device: torch.device, cache_dtype: CacheDtype, shapes: dict[bool, Shape] | None = None) -> None:
-        """`shapes`: by whether sums are wanted; tests and benchmarks give others than those that were chosen."""
+    def __init__(self, device: torch.device, cache_dtype: CacheDtype, shape: Shape | None = None) -> None:
+        """`shape`: tests and benchmarks give others than the one that was chosen."""
         if torch.version.cuda is None:
             raise KernelError("this torch is not built for CUDA")
         self._device = device
@@ -64,7 +64,7 @@ class Histogram:
         self._architecture = f"sm_{properties.major}{properties.minor}"
         self._multiprocessors = properties.multi_processor_count
         shared = self._shared_bytes()
-        self.shapes = shapes or dict.fromkeys((False, True), Shape.fitting(shared, cache_dtype))
+        self.shape = shape or Shape.fitting(shared, cache_dtype)
         self._functions: dict[tuple[bool, bool], ctypes.c_void_p] = {}
         self._narrow: bool | None = None  # whether the kernel for odd numbers of channels compiles; None: not asked for yet
         for sums in (False, True):  # fail now rather than in the middle
@@ -84,7 +84,7 @@ class Histogram:
 
     def _function(self, *, wide: bool, sums: bool) -> ctypes.c_void_p:
         if (wide, sums) not in self._functions:
-            shape, module, function = self.shapes[sums], ctypes.c_void_p(), ctypes.c_void_p()
+            shape, module, function = self.shape, ctypes.c_void_p(), ctypes.c_void_p()
             binary = compiled(self._architecture, macros(shape, half=self._half, wide=wide, sums=sums))
             with torch.cuda.device(self._device):
                 torch.cuda.current_stream(self._device).query()  # the device's context is the thread's from here on
@@ -96,7 +96,7 @@ class Histogram:
 
     def takes(self, dim: int) -> bool:
         """Whether a row of so many channels is no more than a block's threads take, and the kernel for it compiles."""
-        if dim // (8 if dim % 8 == 0 else 1) > min(shape.threads for shape in self.shapes.values()):
+        if dim // (8 if dim % 8 == 0 else 1) > self.shape.threads:
             return False
         if dim % 8 and self._narrow is None:
             try:
@@ -121,7 +121,7 @@ class Histogram:
         if values.stride(3) != 1 or (wide and (values.data_ptr() % 16 or any(stride % 8 for stride in values.stride()[:3]))):
             values = values.contiguous()
         strides = values.stride()[:3]
-        shape, chunks = self.shapes[sums], chunks_of(heads, batch * seq, self._multiprocessors)
+        shape, chunks = self.shape, chunks_of(heads, batch * seq, self._multiprocessors)
         parts = torch.empty((chunks, 2, heads, dim), dtype=torch.float64, device=values.device) if sums else None
         given = (
             ctypes.c_void_p(values.data_ptr()),

@@ -1,13 +1,12 @@
 """`Fold`: what the weights are multiplied with, as a value and as a file."""
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from calibrate.artefact import read_tensors, sha256_bytes, write_tensors
+from calibrate.artefact import read_tensors, sha256_artefact, write_tensors
 from calibrate.errors import UsageError
 
 SCHEMA = "kv-calibrate/fold/1"
@@ -96,8 +95,7 @@ class Fold:
 
     def digest(self) -> str:
         """SHA-256 over the multipliers and their origin."""
-        tensors = self._tensors()
-        return sha256_bytes(json.dumps(self._header(), sort_keys=True).encode(), *(tensors[name].tobytes() for name in sorted(tensors)))
+        return sha256_artefact(self._header(), self._tensors())
 
     def save(self, path: Path) -> None:
         """Write as safetensors: `layers.N.pairs` (real and imaginary part last), `.rest`, `.v` and `.mean`, float64."""

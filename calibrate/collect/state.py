@@ -102,9 +102,10 @@ class ResumeState:
             self.write(observer)
 
     def discard(self) -> None:
-        """The result is safe elsewhere, or there can be none: the state is of no more use."""
+        """The result is safe elsewhere, or there can be none: the state is of no more use, and none is kept from here on."""
         if self.path is not None:
             discard_states(self.path)
+        self._own = None
 
 
 def discard_states(path: Path) -> None:

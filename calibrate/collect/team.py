@@ -8,7 +8,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -26,6 +26,7 @@ _JOIN_SECONDS = 300.0  # until all have started (torchrun's own rendezvous came 
 _POLL_SECONDS = 0.1
 _WORD = "word"  # holds the rank that may speak for a job that failed
 _TOKENS = "tokens"
+_HOPELESS = "hopeless"
 
 
 class TeamError(HostError):
@@ -66,6 +67,13 @@ class Team:
 
     def add(self, observer: Observer, devices: dict[int, torch.device]) -> None:
         """Make every rank's observer hold the sum over all."""
+
+    def give_up(self) -> None:
+        """Say that no later run can go on from what is done."""
+
+    def hopeless(self) -> bool:
+        """Whether another rank gave up."""
+        return False
 
     def who_died(self) -> str:
         """A sentence on a rank of this host that ended without a word; "" where there is none."""
@@ -165,6 +173,15 @@ class _Ranks(Team):
         except TeamError as error:
             time.sleep(3 * _POLL_SECONDS)  # until the launcher has seen to a rank that died
             raise TeamError(self.who_died() or str(error)) from error
+
+    def give_up(self) -> None:
+        with suppress(RuntimeError):  # without a store: what made it give up is to be told all the same
+            self._store.set(_HOPELESS, "yes")
+
+    def hopeless(self) -> bool:
+        with suppress(RuntimeError):
+            return self._store.check([_HOPELESS])
+        return False
 
     def who_died(self) -> str:
         here = socket.gethostname()

@@ -125,6 +125,7 @@ def test_a_rank_that_fails_is_named_once_and_nothing_is_written(place, tmp_path)
     assert len(ours(stderr)) == 1, stderr
     assert re.match(r"error: rank [01] of 2: K of layer 0 .* is infinite or NaN on sample \d+ \(.*text.jsonl:8\)", ours(stderr)[0])
     assert not (tmp_path / "nan.safetensors").exists()
+    assert left(tmp_path) == []  # the other rank's finished work is of no use: the same run meets the same NaN
 
 
 def environment(monkeypatch, **changes: str) -> None:

@@ -1,6 +1,7 @@
 """A KV cache that holds what an FP8 engine's would: every K and V is quantized as it is written, and only the quantized values are ever read."""
 
 from collections.abc import Collection
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -81,6 +82,12 @@ class QuantizedCache(DynamicCache):
     def can_return_to(self, length: int) -> bool:
         """Whether cropping to `length` tokens is exact: sliding windows and recurrent states cannot go back."""
         return all(type(layer) is DynamicLayer for layer in self.layers)
+
+    def fork(self) -> "QuantizedCache":
+        """Another cache with the same tokens, which each grow alone: growing layers replace their tensors and never write into them."""
+        twin = copy(self)
+        twin.layers = [copy(layer) for layer in self.layers]
+        return twin
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any):
         """Store and return quantized K and V, [batch, kv_heads, seq, head_dim]: this block attends to them as later ones will."""

@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from calibrate.engines.lockstep import Lockstep
 from calibrate.engines.quantized_cache import CacheQuantizer, QuantizedCache
 from calibrate.engines.serving import cache_name, serving
 from calibrate.engines.session import EngineInfo, TokenScores, Variant
@@ -73,26 +74,34 @@ class TransformersEngine:
         config = self.model.config.get_text_config(decoder=True)
         placement = None if variant.store is None else Placement(self.layout, variant.store, cache_dtype, config)
         queries = self.quantize_queries and bool(quantizer.indices)
-        with wrapped_attention(self.model, _quantized_queries(quantizer)) if queries else nullcontext():
-            yield TransformersSession(self.model, self.layout, quantizer, self.block, queries, placement)
+        lockstep = Lockstep(self.model, self.layout)
+        with wrapped_attention(self.model, _quantized_queries(quantizer, lockstep) if queries else lockstep.around):
+            yield TransformersSession(self.model, self.layout, quantizer, self.block, queries, lockstep, placement)
 
 
-def _quantized_queries(quantizer: CacheQuantizer) -> Callable[..., Any]:
+def _quantized_queries(quantizer: CacheQuantizer, lockstep: Lockstep) -> Callable[..., Any]:
     def around(module: nn.Module, compute: Callable[..., Any], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
         index = quantizer.indices.get(module)
-        return compute(query if index is None else quantizer(index, "q", query), key, value)
+        return lockstep.around(module, compute, query if index is None else quantizer(index, "q", query), key, value)
 
     return around
 
 
 class TransformersSession:
-    """A model with one variant of the cache; rows and prompts go through it one at a time."""
+    """A model with one variant of the cache. Rows and prompts go through it one at a time; answers to the prompts of a call grow together."""
 
     def __init__(
-        self, model: PreTrainedModel, layout: CacheLayout, quantizer: CacheQuantizer, block: int, queries: bool, placement: Placement | None = None
+        self,
+        model: PreTrainedModel,
+        layout: CacheLayout,
+        quantizer: CacheQuantizer,
+        block: int,
+        queries: bool,
+        lockstep: Lockstep,
+        placement: Placement | None = None,
     ) -> None:
         self._model, self._layout, self._quantizer, self._block, self._queries = model, layout, quantizer, block, queries
-        self._placement = placement
+        self._lockstep, self._placement = lockstep, placement
         self._config = model.config.get_text_config(decoder=True)
         self._kept: tuple[list[int], QuantizedCache | LowBitCache] | None = None  # the last prompt and its cache
 
@@ -139,22 +148,36 @@ class TransformersSession:
     @torch.inference_mode()
     def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_ids: Sequence[int]) -> list[list[int]]:
         """Greedy continuations, without the prompt and without the stop token."""
-        return [self._generate(self._checked(prompt, "prompt", 1, max_new_tokens), max_new_tokens, set(stop_ids)) for prompt in prompts]
-
-    def _generate(self, prompt: list[int], max_new_tokens: int, stop: set[int]) -> list[int]:
+        checked = [self._checked(prompt, "prompt", 1, max_new_tokens) for prompt in prompts]
         if max_new_tokens < 1:
-            return []
+            return [[] for _ in checked]
+        chunks = [checked] if self._lockstep.possible else [[prompt] for prompt in checked]
+        return [answer for chunk in chunks for answer in self._generate(chunk, max_new_tokens, set(stop_ids))]
+
+    def _generate(self, prompts: list[list[int]], max_new_tokens: int, stop: set[int]) -> list[list[int]]:
+        started = [self._started(prompt) for prompt in prompts]
+        answers: list[list[int]] = [[] for _ in prompts]
+        going = list(range(len(prompts)))
+        tokens = [token for token, _ in started]
+        while True:
+            going, tokens = _without(stop, going, tokens)
+            for number, token in zip(going, tokens, strict=True):
+                answers[number].append(token)
+            if not going or len(answers[going[0]]) == max_new_tokens:
+                return answers
+            tokens = self._next(tokens, [started[number][1] for number in going]).argmax(dim=-1).tolist()
+
+    def _started(self, prompt: list[int]) -> tuple[int, QuantizedCache | LowBitCache]:
+        """The first token of the answer, and the cache that holds the prompt."""
         cache, done = self._prefix(prompt)
         for start in range(done, len(prompt), self._block):
             logits = self._forward(prompt[start : start + self._block], cache, logits_to_keep=1).logits
-        result: list[int] = []
-        while (token := int(logits[0, -1].argmax())) not in stop:
-            result.append(token)
-            if len(result) == max_new_tokens:
-                break
-            logits = self._forward([token], cache).logits
         self._kept = (prompt, cache)
-        return result
+        return int(logits[0, -1].argmax()), cache
+
+    def _next(self, tokens: list[int], caches: list[QuantizedCache | LowBitCache]) -> torch.Tensor:
+        """Logits [sequences, vocab] after one more token of each."""
+        return self._lockstep.step(tokens, caches) if self._lockstep.possible else self._forward(tokens, caches[0]).logits[0]
 
     def _prefix(self, prompt: list[int]) -> tuple[QuantizedCache | LowBitCache, int]:
         """A cache that holds the whole blocks which this prompt shares with the last one, and how many tokens that is.
@@ -167,6 +190,7 @@ class TransformersSession:
             shared = next((place for place, (a, b) in enumerate(zip(before, prompt, strict=False)) if a != b), min(len(before), len(prompt)))
             done = min(shared, len(prompt) - 1) // self._block * self._block
             if done and cache.can_return_to(done):
+                cache = cache.fork()  # the last answer may still be growing
                 cache.crop(done - cache.get_seq_length())
                 return cache, done
         return self._new_cache(), 0
@@ -185,6 +209,12 @@ class TransformersSession:
         if min(plain) < 0 or max(plain) >= self._config.vocab_size:
             raise UsageError(f"a {what} holds a token id outside the model's vocabulary of {self._config.vocab_size:,}")
         return plain
+
+
+def _without(stop: set[int], numbers: list[int], tokens: list[int]) -> tuple[list[int], list[int]]:
+    """Both without the places whose token stops."""
+    left = [(number, token) for number, token in zip(numbers, tokens, strict=True) if token not in stop]
+    return [number for number, _ in left], [token for _, token in left]
 
 
 def _top(logits: torch.Tensor, targets: torch.Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -49,6 +49,7 @@ DEFAULT_FORMATS = (
     "kvarn_k2v2_g128+mean",
     "additive",
 )
+_BATCH = 12  # prompts whose answers grow together: each holds its cache meanwhile
 _CONTEXT = 32768  # tokens for which bytes a token are given, or the model's own limit
 
 
@@ -168,7 +169,8 @@ def _fitting(engine: TransformersEngine, names: Sequence[str], prepared: Prepare
 def _needles(checkpoint: Path, engine: TransformersEngine, variants: Sequence[Variant], options: SpectrumOptions) -> dict[str, Hits]:
     if options.needles is None:
         return {}
-    result = run_niah(checkpoint, engine, variants, options.needles, trust=options.compare.trust_remote_code, kind=f"{KIND}-niah")
+    trust = options.compare.trust_remote_code
+    result = run_niah(checkpoint, engine, variants, options.needles, batch=_BATCH, trust=trust, kind=f"{KIND}-niah")
     cells = {each.variant: each.cells for each in result.variants}
     return {name: _hits([cell.hit for cell in own], compare_cells(cells[SIXTEEN_BIT], own)) for name, own in cells.items()}
 
@@ -176,7 +178,8 @@ def _needles(checkpoint: Path, engine: TransformersEngine, variants: Sequence[Va
 def _problems(checkpoint: Path, engine: TransformersEngine, variants: Sequence[Variant], options: SpectrumOptions) -> dict[str, Hits]:
     if options.reasoning is None:
         return {}
-    result = run_reasoning(checkpoint, engine, variants, options.reasoning, trust=options.compare.trust_remote_code, kind=f"{KIND}-reasoning")
+    trust = options.compare.trust_remote_code
+    result = run_reasoning(checkpoint, engine, variants, options.reasoning, batch=_BATCH, trust=trust, kind=f"{KIND}-reasoning")
     solved = {each.variant: each.problems for each in result.variants}
     return {name: _hits([each.correct for each in own], compare_problems(solved[SIXTEEN_BIT], own)) for name, own in solved.items()}
 

@@ -1,6 +1,7 @@
 """A KV cache that holds what an engine with a low-bit format would."""
 
 from collections.abc import Mapping
+from copy import copy
 from typing import Any
 
 import torch
@@ -113,6 +114,12 @@ class LowBitCache(DynamicCache):
         super().crop(tokens_to_remove)
         left = {key: min(done, self._window(key[1]).quantized(length)) for key, done in self._done.items()}
         self._done = {key: done for key, done in left.items() if done}
+
+    def fork(self) -> "LowBitCache":
+        """Another cache with the same tokens, which each grow alone: growing layers replace their tensors and never write into them."""
+        twin = copy(self)
+        twin.layers, twin._done = [copy(layer) for layer in self.layers], dict(self._done)
+        return twin
 
     def reset(self) -> None:
         """Empty it."""

@@ -102,13 +102,14 @@ def _fit(
 
 def _expect(vectors: torch.Tensor, book: torch.Tensor, number: int) -> tuple[torch.Tensor, float]:
     """Assignments [..., n, CODES], soft at first, and the squared error of hard ones."""
-    closeness = vectors @ book.mT - book.square().sum(dim=-1)[..., None, :] / 2  # −½ distance² up to a constant of the vector
-    best = closeness.max(dim=-1)
-    error = float((vectors.square().sum(dim=-1) - 2 * best.values).clamp_min(0).mean())
+    closeness = vectors @ book.mT  # large, and changed in place from here on
+    closeness -= book.square().sum(dim=-1)[..., None, :] / 2  # −½ distance² up to a constant of the vector
+    error = float((vectors.square().sum(dim=-1) - 2 * closeness.amax(dim=-1)).clamp_min(0).mean())
     if number < _SOFT_ROUNDS:
         temperature = error / vectors.shape[-1] * 4.0 ** (1 - number)
-        return torch.softmax(closeness / max(temperature, 1e-12), dim=-1), error
-    return torch.zeros_like(closeness).scatter_(-1, best.indices[..., None], 1.0), error
+        return torch.softmax(closeness.div_(max(temperature, 1e-12)), dim=-1), error
+    best = closeness.argmax(dim=-1, keepdim=True)
+    return closeness.zero_().scatter_(-1, best, 1.0), error
 
 
 def _key_start(vectors: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

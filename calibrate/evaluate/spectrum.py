@@ -49,6 +49,7 @@ DEFAULT_FORMATS = (
     "kvarn_k2v2_g128+mean",
     "additive",
 )
+_QUICK_LENGTH = 768  # tokens, six blocks: a sink and a tail of 128 leave two thirds of them quantized
 _BATCH = 12  # prompts whose answers grow together: each holds its cache meanwhile
 _CONTEXT = 32768  # tokens for which bytes a token are given, or the model's own limit
 
@@ -90,9 +91,13 @@ class SpectrumOptions(BaseModel):
 
 
 def quick(options: SpectrumOptions, keep: frozenset[str] = frozenset()) -> SpectrumOptions:
-    """The same formats on less text, fewer needles and no problems: a first look. `keep`: options of the comparison that the user gave."""
-    needles = None if options.needles is None else NeedleGrid(lengths=(1024,), depths=(0.0, 0.5, 1.0), needles_per_cell=4, seed=options.needles.seed)
-    compare = options.compare if "samples" in keep else options.compare.model_copy(update={"samples": 8})
+    """The same formats on less text, fewer and shorter needle prompts and no problems: a first look. As many documents and needles as intervals and
+    `SpectrumBounds.least_hits` need. `keep`: options of the comparison that the user gave."""
+    needles = options.needles
+    if needles is not None:
+        needles = NeedleGrid(lengths=(_QUICK_LENGTH,), depths=(0.0, 0.5, 1.0), needles_per_cell=4, seed=needles.seed)
+    less = {name: value for name, value in {"samples": 8, "sequence_length": _QUICK_LENGTH}.items() if name not in keep}
+    compare = options.compare.model_copy(update=less)
     return options.model_copy(update={"compare": compare, "needles": needles, "reasoning": None, "storage_rows": 2})
 
 

@@ -148,8 +148,13 @@ def test_what_cannot_be_asked_is_one_line(checkpoint):
 def test_quick_keeps_the_formats_and_what_the_user_gave():
     plain = SpectrumOptions()
     short = quick(plain)
-    assert (short.formats, short.reasoning, short.compare.samples) == (plain.formats, None, 8)
-    assert quick(plain.model_copy(update={"compare": COMPARE}), frozenset({"samples"})).compare.samples == 3
+    assert (short.formats, short.reasoning, short.compare.samples, short.compare.sequence_length) == (plain.formats, None, 8, 768)
+    grid = short.needles
+    assert len(grid.lengths) * len(grid.depths) * grid.needles_per_cell >= short.bounds.least_hits
+    kept = quick(plain.model_copy(update={"compare": COMPARE}), frozenset({"samples"})).compare
+    assert (kept.samples, kept.sequence_length) == (3, 768)
+    kept = quick(plain.model_copy(update={"compare": COMPARE}), frozenset({"sequence_length"})).compare
+    assert (kept.samples, kept.sequence_length) == (8, 320)
     assert set(plain.formats) <= set(FORMATS)
 
 
@@ -162,7 +167,7 @@ def test_command(checkpoint):
     run = CliRunner().invoke
     short = ["--samples", "2", "--sequence-length", "300", "--dtype", "float32", "--json"]
     done = run(main, ["compare", str(checkpoint), "--formats", "int8_per_token_head", "--quick", *short])
-    assert done.exit_code == 2  # a needle prompt of 1,024 tokens in a context of 512
+    assert done.exit_code == 2  # a needle prompt of 768 tokens in a context of 512
     assert "context" in done.stderr
     for wrong in (["--quick"], ["--formats", "fp3"], ["--formats", "kivi_2bit", "--engine", "vllm"], ["--formats", "all", "--variant", "a=b"]):
         assert run(main, ["compare", str(checkpoint), *wrong]).exit_code == 2

@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib.metadata import version
 from typing import Any
 
@@ -75,7 +75,8 @@ class TransformersEngine:
         placement = None if variant.store is None else Placement(self.layout, variant.store, cache_dtype, config)
         queries = self.quantize_queries and bool(quantizer.indices)
         lockstep = Lockstep(self.model, self.layout)
-        with wrapped_attention(self.model, _quantized_queries(quantizer, lockstep) if queries else lockstep.around):
+        around = _quantized_queries(quantizer, lockstep) if queries else lockstep.around
+        with wrapped_attention(self.model, around) if queries or lockstep.possible else nullcontext():
             yield TransformersSession(self.model, self.layout, quantizer, self.block, queries, lockstep, placement)
 
 

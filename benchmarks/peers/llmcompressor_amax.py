@@ -32,6 +32,7 @@ from calibrate.corpus import Batch, Corpus, Sample
 from calibrate.corpus.builtin import topics
 from calibrate.errors import CheckFailed
 from calibrate.model import SourceCheckpoint, load_model, load_tokenizer, probe_layout, resolve_model
+from calibrate.statistics import Statistics
 from calibrate.weights.process import find_python
 
 CHILD = Path(__file__).with_name("llmcompressor_child.py")
@@ -91,7 +92,11 @@ def our_ranges(source: SourceCheckpoint, rows: Sequence[np.ndarray], batches: tu
     samples = tuple(Sample(np.asarray(row, dtype=np.int32), number, f"row {number}") for number, row in enumerate(rows))
     corpus = Corpus(samples, len(samples), "peers", {"sources": [{"data": "peers"}]})
     model = load_model(source, device="cpu", dtype=getattr(torch, dtype))
-    statistics = collect(CollectRun(model, source, probe_layout(model), corpus, batches))
+    return ranges_of(collect(CollectRun(model, source, probe_layout(model), corpus, batches)))
+
+
+def ranges_of(statistics: Statistics) -> Ranges:
+    """amax of K and V of every layer with a cache of its own."""
     values = statistics.values()
     return {
         layer["module"]: {kind: float(values[np.flatnonzero(statistics.layers[layer["index"]][kind].counts.any(axis=0))[-1]]) for kind in ("k", "v")}
@@ -113,22 +118,29 @@ def their_ranges(model: Path, runs: Sequence[Run], *, python: Path | None = None
     """448 × the peer's scales after each run, all in one process of its own Python (llm-compressor's), and its versions."""
     python = python or find_python()
     with tempfile.TemporaryDirectory(prefix="kv-calibrate-peers-") as folder:
-        job_file, result = Path(folder) / "job.json", Path(folder) / "result.json"
         jobs = [
-            {"observer": run.observer, "dtype": run.dtype, "batches": _saved(run.batches, Path(folder) / f"{n}.npz")} for n, run in enumerate(runs)
+            {"observer": run.observer, "dtype": run.dtype, "batches": saved(run.batches, Path(folder) / f"{n}.npz")} for n, run in enumerate(runs)
         ]
-        job_file.write_text(json.dumps({"model": str(model), "runs": jobs, "result": str(result)}), encoding="utf-8")
-        env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
-        env |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-        done = subprocess.run([str(python), "-P", str(child), str(job_file)], capture_output=True, text=True, check=False, cwd=folder, env=env)
-        if done.returncode != 0:
-            raise CheckFailed(f"{child.stem} could not calibrate {model}: {(done.stderr.strip() or f'exit {done.returncode}').splitlines()[-1]}")
-        said = json.loads(result.read_text(encoding="utf-8"))
+        said = answer([str(python), "-P", str(child)], {"model": str(model), "runs": jobs}, Path(folder))
     ranges = [{name: {kind: scale * E4M3_MAX for kind, scale in of.items()} for name, of in run["scales"].items()} for run in said["runs"]]
     return ranges, said["versions"]
 
 
-def _saved(batches: Sequence[Batch], path: Path) -> str:
+def answer(command: Sequence[str], job: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """What a child process, `command` and the job's file, writes to the job's `result`. The two files lie in `folder`."""
+    job_file, result = folder / "job.json", folder / "result.json"
+    job_file.write_text(json.dumps(job | {"result": str(result)}), encoding="utf-8")
+    env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
+    env |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    done = subprocess.run([*command, str(job_file)], capture_output=True, text=True, check=False, cwd=folder, env=env)
+    if done.returncode != 0:
+        why = (done.stderr.strip() or f"exit {done.returncode}").splitlines()[-1]
+        raise CheckFailed(f"{Path(command[-1]).stem} could not calibrate {job['model']}: {why}")
+    return json.loads(result.read_text(encoding="utf-8"))
+
+
+def saved(batches: Sequence[Batch], path: Path) -> str:
+    """The file from which a child reads batches."""
     masks = {f"mask_{n}": (np.arange(batch.input_ids.shape[1]) < batch.lengths[:, None]).astype(np.int64) for n, batch in enumerate(batches)}
     np.savez(path, **{f"ids_{n}": batch.input_ids for n, batch in enumerate(batches)}, **masks)
     return str(path)

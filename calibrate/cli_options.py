@@ -49,7 +49,7 @@ corpus_options = _together(
 )
 skip_layers = click.option("--skip-layers", help="Layers to leave in 16 bits: 0,1,sliding_window, or none. Default: the recipe's.")
 policy_options = _together(
-    click.option("--policy", type=click.Choice(["amax", "attention", "mse", "percentile", "pow2"]), help="How scales are solved (docs/policies.md)."),
+    click.option("--policy", type=click.Choice(["amax", "mse", "percentile", "pow2"]), help="How scales are solved (docs/policies.md)."),
     click.option("--granularity", type=click.Choice(["tensor", "head"]), help="One scale a tensor, or one a KV head."),
     click.option("--format", "number_format", type=click.Choice(["e4m3", "e4m3fnuz", "e5m2"]), help="FP8 format of the cache."),
     click.option("--margin", type=click.FloatRange(1, 1024), help="Headroom over amax."),

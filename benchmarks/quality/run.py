@@ -38,7 +38,7 @@ from calibrate.statistics import Statistics
 from calibrate.trials import RANDOM_ROWS, RANDOM_TOKENS
 
 SCHEMA = "kv-calibrate/scale-quality/1"
-AS_LOADED = "attention, as loaded"  # the checkpoint's scales where vLLM's loader put them: what shows that setting them in place is the same
+AS_LOADED = "mse, as loaded"  # the checkpoint's scales where vLLM's loader put them: what shows that setting them in place is the same
 COLUMNS = ("tokens", "nll", "abs_delta_logprob", "kl", "top1_agree")
 
 
@@ -220,7 +220,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     }
     write_json(arguments.out, result)
     if not arguments.only or AS_LOADED in arguments.only:
-        record(result, arguments.out, AS_LOADED, "attention to the last digit", lambda: measure(kernel, None, texts, references))
+        record(result, arguments.out, AS_LOADED, "mse to the last digit", lambda: measure(kernel, None, texts, references))
     for name, prediction, scales in jobs_of(arguments, material, checkpoint):
         record(result, arguments.out, name, prediction, lambda scales=scales: measure(kernel, scales(), texts, references))
     if weights:

@@ -16,7 +16,6 @@ import calibrate
 from calibrate.artefact import sha256_bytes
 from calibrate.collect.ledger import upload
 from calibrate.collect.observer import Observer
-from calibrate.collect.phases import PhaseErrors, looked_at, scalings_of
 from calibrate.collect.state import ResumeState, Stopped, interrupted, interrupts
 from calibrate.collect.team import Team, TeamError
 from calibrate.collect.watch import observe
@@ -102,7 +101,7 @@ def collect(
     plan = sha256_bytes(json.dumps(provenance, sort_keys=True).encode())
     _check_same(team.exchange("plan", [plan, provenance]))
     resume = ResumeState(state, plan, state_seconds, team)
-    observer = observer_of(run)
+    observer = Observer(run.layout, CACHE_DTYPES[cache_dtype_of(run.source)], second_moments=run.second_moments)
     done, earlier = resume.read(len(run.batches))
     for layers in earlier:
         observer.add(layers, devices_of(run))
@@ -132,13 +131,6 @@ def collect(
             raise interrupted(resume.batches_here, len(done), "batches", resume.path if resume.kept else None) from stopped
     check_seen(run.layout, observer)
     return finished_statistics(run, observer, provenance)
-
-
-def observer_of(run: CollectRun) -> Observer:
-    """What a run is counted by."""
-    cache_dtype = CACHE_DTYPES[cache_dtype_of(run.source)]
-    phases = PhaseErrors(run.layout, cache_dtype.dtype, scalings_of(run.model, run.layout), looked_at(run.corpus))
-    return Observer(run.layout, cache_dtype, second_moments=run.second_moments, phases=phases)
 
 
 def finished_statistics(run: CollectRun, observer: Observer, provenance: dict[str, Any]) -> Statistics:
@@ -219,7 +211,7 @@ def _tokens(batch: Batch) -> int:
 
 def _begin_batch(run: CollectRun, observer: Observer, batch: Batch) -> None:
     device = run.model.device
-    observer.begin(batch.lengths, batch.input_ids.shape[1], device, batch.samples)
+    observer.begin(batch.lengths, batch.input_ids.shape[1], device)
     observe(run.model, run.layout, upload(batch.input_ids, device), observer.see)
 
 

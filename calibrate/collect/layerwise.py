@@ -16,15 +16,16 @@ import numpy as np
 import torch
 
 from calibrate.artefact import read_tensors, sha256_bytes, write_tensors
-from calibrate.collect.collector import CollectRun, check_seen, devices_of, finished_statistics, observer_of
+from calibrate.collect.collector import CollectRun, check_seen, devices_of, finished_statistics
 from calibrate.collect.observer import Observer
 from calibrate.collect.state import Interrupts, Stopped, interrupted, interrupts
 from calibrate.collect.watch import observe
 from calibrate.corpus import Batch
 from calibrate.errors import UsageError
+from calibrate.model import cache_dtype_of
 from calibrate.model.streamed import LayerStream, check_chain, first_of, hidden_of
 from calibrate.progress import meter, note
-from calibrate.statistics import Statistics, pack_layers, unpack_layers
+from calibrate.statistics import CACHE_DTYPES, Statistics, pack_layers, unpack_layers
 
 SCHEMA = "kv-calibrate/collect-layers/1"
 
@@ -153,7 +154,7 @@ def collect_layerwise(run: CollectRun, layers: str, hidden_size: int, folder: Pa
     owners = {layer.index: int(layer.module.removeprefix(f"{layers}.").split(".")[0]) for layer in run.layout.layers}
     last = max(owners.values())
     provenance = run.provenance()
-    observer = observer_of(run)
+    observer = Observer(run.layout, CACHE_DTYPES[cache_dtype_of(run.source)], second_moments=run.second_moments)
     hidden = HiddenStates(run, hidden_size, folder, kept=in_memory)
     state = _State(folder, sha256_bytes(json.dumps(provenance, sort_keys=True).encode()), hidden, owners, observer, state_seconds)
     first = state.read(devices_of(run))
@@ -190,7 +191,7 @@ def _observe_batch(
     last: bool,
 ) -> None:
     stop.check()
-    observer.begin(batch.lengths, batch.input_ids.shape[1], torch.device("cpu"), batch.samples)
+    observer.begin(batch.lengths, batch.input_ids.shape[1], torch.device("cpu"))
     given = relay.observe(number, batch, hidden.get(number, place) if number else None, observer)
     bad = observer.end(batch.part)
     if bad:

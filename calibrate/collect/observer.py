@@ -8,7 +8,6 @@ import torch
 from calibrate.collect.counting import add_counts, sums_of, zeros
 from calibrate.collect.histogram_cuda import histogram_for
 from calibrate.collect.ledger import Ledger, channels_of, heads_of, upload
-from calibrate.collect.phases import PhaseErrors
 from calibrate.collect.second import SecondMoments
 from calibrate.model import CacheLayout
 from calibrate.statistics import CODES, PARTS, CacheDtype, Observed
@@ -27,14 +26,11 @@ class Observer:
         layout: what the model caches.
         cache_dtype: the type that K and V are rounded to before counting; Q likewise (engines hand it to the kernel in that type).
         second_moments: keep the sums of products of channels too.
-        phases: what FP8 does to attention's output is kept too.
         kernel: count by the kernel of `histogram.cu` on CUDA, where it can be compiled; else as everywhere, to the same counts.
     """
 
-    def __init__(
-        self, layout: CacheLayout, cache_dtype: CacheDtype, *, second_moments: bool = False, phases: PhaseErrors | None = None, kernel: bool = True
-    ) -> None:
-        self.layout, self.phases = layout, phases
+    def __init__(self, layout: CacheLayout, cache_dtype: CacheDtype, *, second_moments: bool = False, kernel: bool = True) -> None:
+        self.layout = layout
         self.second = SecondMoments(layout, cache_dtype.dtype) if second_moments else None
         self.cache_dtype = cache_dtype
         self.counts: dict[Key, torch.Tensor] = {}  # int64 [heads, 32768]
@@ -52,8 +48,8 @@ class Observer:
         self._batch_sums: dict[Key, torch.Tensor] = {}
         self._places: dict[tuple[Key, str], torch.Tensor] = {}
 
-    def begin(self, lengths: Sequence[int], width: int, device: torch.device, samples: Sequence[int] = ()) -> None:
-        """Start a batch of right-padded rows with these true lengths; their numbers tell which are looked at for `phases`."""
+    def begin(self, lengths: Sequence[int], width: int, device: torch.device) -> None:
+        """Start a batch of right-padded rows with these true lengths."""
         self._lengths, self._width = np.asarray(lengths, dtype=np.int32), width
         self._padded = int(width * len(lengths) - self._lengths.sum())
         self._of_batch = {}
@@ -62,8 +58,6 @@ class Observer:
             ledger.begin()
         if self.second is not None:
             self.second.begin(lengths, width, device)
-        if self.phases is not None:
-            self.phases.begin(lengths, samples)
         if device.type == "cpu" and not self._places:
             self._places = self._results_of_a_batch()
 
@@ -125,9 +119,8 @@ class Observer:
             sums = kernel.count(cached, self._lengths_on(values.device), counts, ledger.amax(key), sums=kind != "q")
             if sums is not None:
                 ledger.sums(key).copy_(sums)
-        for more in (self.second, self.phases):
-            if more is not None:
-                more.see(index, kind, values)
+        if self.second is not None:
+            self.second.see(index, kind, values)
 
     def _see_plainly(self, key: Key, cached: torch.Tensor, counts: torch.Tensor) -> None:
         bits = cached.transpose(0, 1).view(torch.int16)  # [heads, batch, seq, head_dim]
@@ -186,8 +179,6 @@ class Observer:
         self._closed = (part, self._batch_amax, self._batch_sums)
         for ledger in self._ledgers.values():
             ledger.close()
-        if self.phases is not None:
-            self.phases.close()
 
     def settle(self) -> list[tuple[int, str, int]]:
         """What `end` does and returns, of the batch that was closed last."""
@@ -210,8 +201,6 @@ class Observer:
                 self._start(key, device)
         if self.second is not None and (keys or self._ledgers):  # layer by layer, a layer may cache nothing
             self.second.end()
-        if self.phases is not None:
-            self.phases.end()
         return []
 
     def _add_sums(self, batch: dict[Key, torch.Tensor]) -> None:
@@ -236,8 +225,8 @@ class Observer:
             key = (index, kind)
             if key in self.part_amax:
                 sums = self.sums[key].cpu().numpy() if key in self.sums else None
-                more = (None if each is None else each.of(key) for each in (self.second, self.phases))
-                result.setdefault(index, {})[kind] = Observed(self.counts[key].cpu().numpy(), self.part_amax[key].cpu().numpy(), sums, *more)
+                second = None if self.second is None else self.second.of(key)
+                result.setdefault(index, {})[kind] = Observed(self.counts[key].cpu().numpy(), self.part_amax[key].cpu().numpy(), sums, second)
         return result
 
     def add(self, layers: dict[int, dict[str, Observed]], devices: dict[int, torch.device]) -> None:
@@ -250,9 +239,8 @@ class Observer:
                 torch.maximum(self.part_amax[key], torch.from_numpy(seen.part_amax).to(device), out=self.part_amax[key])
                 if seen.sums is not None:
                     carry(self.sums[key].add_(torch.from_numpy(seen.sums).to(device)).transpose(0, 1))
-                for more, limbs in ((self.second, seen.second), (self.phases, seen.phases)):
-                    if more is not None and limbs is not None:
-                        more.add(key, torch.from_numpy(limbs).to(device))
+                if self.second is not None and seen.second is not None:
+                    self.second.add(key, torch.from_numpy(seen.second).to(device))
 
     def all_reduce(self, sum_: InPlace, max_: InPlace, devices: dict[int, torch.device]) -> None:
         """Add up over processes: integers only, so that the split and the order change no bit.
@@ -275,9 +263,8 @@ class Observer:
                 sums = self.sums[key].contiguous()
                 sum_(sums)
                 self.sums[key].copy_(carry(sums.transpose(0, 1)).transpose(0, 1))
-        for more in (self.second, self.phases):
-            if more is not None:
-                more.all_reduce(sum_, devices)
+        if self.second is not None:
+            self.second.all_reduce(sum_, devices)
 
     def _start(self, key: Key, device: torch.device) -> None:
         """Zeros where nothing was seen yet; on a GPU, the ledger's totals."""

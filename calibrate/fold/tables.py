@@ -10,13 +10,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from calibrate.collect.phases import rounded
 from calibrate.fold.parts import Parts
 from calibrate.fold.sample import LayerSample
 
 PHASES = 16  # steps of an octave
 TURNS = 16  # steps of a quarter turn: a whole quarter only swaps the two channels
 _STILL = 0.1  # |E[z²]| / E|z|² of a pair that turns all the time is 0: rotating it changes nothing
+_DROPPED = 20  # of the 23 mantissa bits of a float32
 
 
 @dataclass(frozen=True)
@@ -114,6 +114,13 @@ def _errors(values: torch.Tensor, weights: torch.Tensor | None = None) -> tuple[
         square.append(second)
         spread.append((second - mean**2).clamp_min(0))
     return torch.stack(spread), torch.stack(square)
+
+
+def rounded(values: torch.Tensor) -> torch.Tensor:
+    """float32 → the nearest number of three mantissa bits, ties to even: E4M3 without its limits, several times faster than a cast."""
+    bits = values.contiguous().view(torch.int32)
+    even = (bits >> _DROPPED) & 1
+    return even.add_(bits).add_((1 << (_DROPPED - 1)) - 1).bitwise_and_(-(1 << _DROPPED)).view(torch.float32)
 
 
 def _shares(weights: torch.Tensor) -> torch.Tensor:

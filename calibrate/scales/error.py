@@ -15,12 +15,10 @@ class Population:
     Attributes:
         values: finite magnitudes that occur, ascending, float64 [codes].
         counts: how often each occurs in each row, int64 [rows, codes].
-        phases: error of attention's output at each place in the octave, float64 [rows, 16], zeros where it is not known; None for no row.
     """
 
     values: np.ndarray
     counts: np.ndarray
-    phases: np.ndarray | None = None
 
     @classmethod
     def of(cls, counts: np.ndarray, values: np.ndarray) -> "Population":

@@ -10,7 +10,6 @@ from calibrate.scales.error import Population
 from calibrate.scales.formats import FORMATS
 from calibrate.scales.policies import POLICIES, PolicyOptions
 from calibrate.statistics import Statistics
-from calibrate.statistics.phases import PHASES, phase_table
 
 _SMALLEST = 2.0**-100  # a kernel may multiply by 1/scale: both must be normal fp32 numbers
 _LARGEST = 2.0**100
@@ -35,8 +34,7 @@ def solve(statistics: Statistics, options: PolicyOptions) -> Scales:
     scales = np.ones(len(amax))
     alive = amax > 0
     fmt = FORMATS[options.number_format]
-    phases = np.concatenate([_phases_of(statistics, index, kind, len(counts)) for index, kind, counts in rows])
-    scales[alive] = POLICIES[options.policy](Population(population.values, population.counts[alive], phases[alive]), fmt, options)
+    scales[alive] = POLICIES[options.policy](Population(population.values, population.counts[alive]), fmt, options)
     solved, warnings, start = {}, [], 0
     for index, kind, counts in rows:
         part = slice(start, start + len(counts))
@@ -58,15 +56,6 @@ def _rows_of_layer(statistics: Statistics, layer: dict[str, Any], granularity: s
         return [(kind, one.sum(axis=0, keepdims=True)) for kind, one in counts.items()]
     groups = layer["num_key_value_heads"]
     return [(kind, one.reshape(groups, -1, one.shape[-1]).sum(axis=1)) for kind, one in counts.items()]
-
-
-def _phases_of(statistics: Statistics, index: int, kind: str, rows: int) -> np.ndarray:
-    """Error of attention's output by phase: float64 [rows, PHASES], zeros where no table is kept."""
-    limbs = statistics.layers[index][kind].phases
-    if limbs is None:
-        return np.zeros((rows, PHASES))
-    table = phase_table(limbs)
-    return table.sum(axis=0, keepdims=True) if rows == 1 else table
 
 
 def _layer_scales(layer: dict[str, Any], solved: dict, statistics: Statistics, options: PolicyOptions) -> LayerScales:

@@ -14,7 +14,6 @@ from calibrate.errors import UsageError
 from calibrate.statistics.codes import CACHE_DTYPES, CODES, CacheDtype
 from calibrate.statistics.exactsum import LIMBS, carry
 from calibrate.statistics.moments import mean_and_variance
-from calibrate.statistics.phases import PHASES
 from calibrate.statistics.second import packed_length
 
 SCHEMA = "kv-calibrate/statistics/1"
@@ -31,14 +30,12 @@ class Observed:
         part_amax: largest code in each quarter of the documents, int32 [4, heads]; 0 where a quarter saw nothing but zeros.
         sums: limbs of Σx and Σx² per channel (`exactsum`), int64 [2, 4, heads, head_dim]; None for Q, where none are kept.
         second: limbs of sums of products per KV head (`second`), int64 [4, kv_heads, packed]; None where they were not asked for.
-        phases: limbs of the error of attention's output (`phases`), int64 [4, kv_heads, 16]; None where the layer has no such table.
     """
 
     counts: np.ndarray
     part_amax: np.ndarray
     sums: np.ndarray | None
     second: np.ndarray | None = None
-    phases: np.ndarray | None = None
 
     @property
     def amax_codes(self) -> np.ndarray:
@@ -138,8 +135,6 @@ class Statistics:
                     raise ValueError(f"{kind} of layer {layer['index']} has no sums of {heads} heads and {channels} channels")
                 if seen.second is not None and seen.second.shape != (LIMBS, layer["num_key_value_heads"], packed_length(channels)):
                     raise ValueError(f"{kind} of layer {layer['index']} has second moments of another shape")
-                if seen.phases is not None and seen.phases.shape != (LIMBS, layer["num_key_value_heads"], PHASES):
-                    raise ValueError(f"{kind} of layer {layer['index']} has phase tables of another shape")
         if any(not isinstance(self.counted[name], int) for name in ("tokens", "documents", "samples")):
             raise TypeError("counted holds no whole numbers")
         for run in self.provenance:
@@ -165,7 +160,7 @@ def pack_layers(layers: dict[int, dict[str, Observed]]) -> dict[str, np.ndarray]
             tensors[f"{name}.counts"] = seen.counts[heads, codes]
             tensors[f"{name}.heads"] = np.searchsorted(heads, np.arange(len(seen.counts) + 1)).astype(np.int64)
             tensors[f"{name}.part_amax"] = seen.part_amax
-            for name_of, sums in (("sums", seen.sums), ("second", seen.second), ("phases", seen.phases)):
+            for name_of, sums in (("sums", seen.sums), ("second", seen.second)):
                 if sums is not None:
                     tensors[f"{name}.{name_of}"] = sums
     return tensors
@@ -186,7 +181,7 @@ def unpack_layers(tensors: dict[str, np.ndarray]) -> dict[int, dict[str, Observe
         heads = np.repeat(np.arange(len(counts)), np.diff(offsets))
         counts[heads, tensors[name]] = tensors[f"{stem}.counts"]
         layers.setdefault(int(index), {})[kind] = Observed(
-            counts, tensors[f"{stem}.part_amax"], *(tensors.get(f"{stem}.{name}") for name in ("sums", "second", "phases"))
+            counts, tensors[f"{stem}.part_amax"], tensors.get(f"{stem}.sums"), tensors.get(f"{stem}.second")
         )
     return {index: {kind: kinds[kind] for kind in KINDS if kind in kinds} for index, kinds in sorted(layers.items())}
 
@@ -230,7 +225,6 @@ def _add(seen: Sequence[Observed]) -> Observed:
         part_amax=np.max([one.part_amax for one in seen], axis=0),
         sums=_add_limbs([one.sums for one in seen], axis=1),
         second=_add_limbs([one.second for one in seen], axis=0),
-        phases=_add_limbs([one.phases for one in seen], axis=0),
     )
 
 

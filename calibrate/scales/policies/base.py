@@ -14,7 +14,7 @@ class PolicyOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    policy: Literal["amax", "attention", "mse", "percentile", "pow2"] = "attention"
+    policy: Literal["amax", "mse", "percentile", "pow2"] = "mse"
     granularity: Literal["tensor", "head"] = "tensor"
     number_format: Literal["e4m3", "e4m3fnuz", "e5m2"] = "e4m3"
     margin: float = Field(2.0, ge=1.0, le=1024.0, description="headroom: values up to margin·amax must not saturate")

@@ -148,10 +148,13 @@ ROWS: dict[str, Row] = {
     "mse per tensor": Row(
         lambda m: broadcast(m.solved(granularity="tensor"), m.solved()), "1% worse than per head on SmolLM2, better on Qwen2.5", "head"
     ),
-    "mse per head for k": Row(_mixed("k"), "most of what per head changes", "head"),
+    "mse, K's place by head": Row(
+        lambda m: combined(searched(m, element_error), "k", m.solved()),
+        "worse where keys have biases: much of a head's error moves no softmax",
+        "head",
+    ),
     "mse per head for v": Row(_mixed("v"), "nothing beyond noise", "head"),
     "mse per head for q": Row(_mixed("q"), "nothing beyond noise", "head"),
-    "mse per head for k and v": Row(_mixed("kv"), "as per head for k", "head"),
 }
 
 

@@ -34,10 +34,10 @@ def test_the_registry_knows_its_granularities():
 def test_mixed_rows_take_each_kind_from_the_named_granularity(llama_statistics):
     material = Material(llama_statistics, llama_statistics, "head")
     head, tensor = material.solved(), material.solved(granularity="tensor")
-    mixed = ROWS["mse per head for k"].make(material)
+    mixed = ROWS["mse per head for v"].make(material)
     for each, by_head, by_tensor in zip(mixed.layers, head.layers, tensor.layers, strict=True):
-        np.testing.assert_array_equal(each.k, by_head.k)
-        np.testing.assert_array_equal(each.v, np.repeat(by_tensor.v, len(by_head.v)))
+        np.testing.assert_array_equal(each.k, np.repeat(by_tensor.k, len(by_head.k)))
+        np.testing.assert_array_equal(each.v, by_head.v)
         np.testing.assert_array_equal(each.q, np.repeat(by_tensor.q, len(by_head.q)))
 
 

@@ -50,8 +50,9 @@ def words(folder: Path, output: str, *more: str) -> list[str]:
     return ["collect", str(folder / "model"), "--data", str(folder / "text.jsonl"), *common, "--save-every", "0", "-o", str(folder / output), *more]
 
 
-def torchrun(processes: int, command: list[str]) -> subprocess.Popen:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+def torchrun(processes: int, command: list[str], *where: str) -> subprocess.Popen:
+    """`where`: torchrun's options of several hosts; one host by itself without."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", *(where or ["--standalone"]), "--nproc-per-node", str(processes)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         [*launcher, "-m", "calibrate", *command],
@@ -80,6 +81,18 @@ def test_four_processes_write_the_bytes_of_one(place):
     assert json.loads(stdout)["counted"]["tokens"] > 4000  # one result, not four
     assert stderr.count("tokens, ") == 1  # one meter, which ends at the total
     assert re.search(r"calibrating ([\d,]+)/\1 tokens", stderr)
+    assert left(place) == []
+
+
+def test_two_launchers_as_on_two_hosts_write_the_bytes_of_one(place):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    where = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "hosts"]
+    hosts = [torchrun(1, words(place, "hosts.safetensors"), *where) for _ in range(2)]
+    ended = [host.communicate(timeout=180) for host in hosts]
+    assert [host.returncode for host in hosts] == [0, 0], ended
+    assert (place / "hosts.safetensors").read_bytes() == (place / "one.safetensors").read_bytes()
     assert left(place) == []
 
 

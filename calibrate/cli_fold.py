@@ -8,12 +8,12 @@ from rich.text import Text
 
 from calibrate.cli_options import as_json, device, new_folder, recipe, row_options, trust_remote_code
 
-fold_option = click.option("--fold", help="Fold the weights first: any of turn, k, v, mean, with commas between (docs/folding.md).")
+fold_option = click.option("--fold", help="Fold the weights first: turn, k or both with a comma between (docs/folding.md).")
 
 
 @click.command()
 @click.argument("model", required=False)
-@click.option("--fold", required=True, help="What to fold: any of turn, k, v, mean, with commas between (docs/folding.md).")
+@click.option("--fold", required=True, help="What to fold: turn, k or both with a comma between (docs/folding.md).")
 @new_folder
 @recipe
 @device
@@ -21,7 +21,7 @@ fold_option = click.option("--fold", help="Fold the weights first: any of turn, 
 @row_options
 @as_json
 def fold(output: Path, force: bool, as_json: bool, **options: Any) -> None:
-    """Write another set of weights of MODEL for the same function, whose K and V lose less to FP8. `run` then calibrates the result."""
+    """Write another set of weights of MODEL for the same function, whose K and Q lose less to FP8. `run` then calibrates the result."""
     from calibrate import steps
     from calibrate.cli import show
     from calibrate.pipeline import JobOptions

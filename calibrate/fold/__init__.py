@@ -1,4 +1,4 @@
-"""Folding: another set of weights for the same function, whose keys and values lie where FP8 rounds them least. Costs nothing at run time."""
+"""Folding: another set of weights for the same function, whose keys and queries lie where FP8 rounds them least. Costs nothing at run time."""
 
 from calibrate.fold.artefact import SWITCHES, Fold, LayerFold, parse_switches
 from calibrate.fold.carrier import check_fold, discard_folded, folded

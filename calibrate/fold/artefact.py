@@ -9,18 +9,16 @@ import numpy as np
 from calibrate.artefact import read_tensors, sha256_artefact, write_tensors
 from calibrate.errors import UsageError
 
-SCHEMA = "kv-calibrate/fold/1"
+SCHEMA = "kv-calibrate/fold/2"
 # what each switch moves, in the order in which they are named
 SWITCHES = {
     "turn": "a rotation of each pair of K's channels that RoPE turns together, of Q's alike",
     "k": "a multiplier of each such pair, and of each channel that RoPE leaves alone; Q is divided",
-    "v": "a multiplier of each channel of V; the output projection's columns are divided",
-    "mean": "V's mean is taken off and handed to the output projection's bias",
 }
 
 
 def parse_switches(text: str) -> tuple[str, ...]:
-    """ "k,v" → ("k", "v"), in canonical order. Raises UsageError for an unknown or missing name."""
+    """ "k,turn" → ("turn", "k"), in canonical order. Raises UsageError for an unknown or missing name."""
     asked = {part.strip() for part in text.split(",") if part.strip()}
     if unknown := asked - set(SWITCHES):
         raise UsageError(f"--fold {min(unknown)}: known are {', '.join(SWITCHES)}")
@@ -37,29 +35,17 @@ class LayerFold:
         index: layer index. module: attention module path in the model.
         pairs: K's rotary pairs are multiplied with these, Q's divided by their conjugates: complex128 [kv_heads, pairs].
         rest: the same for channels outside RoPE: float64 [kv_heads, channels].
-        v: V's channels, after the mean was taken off, are multiplied with these: float64 [kv_heads, value_head_dim].
-        mean: taken off V: float64 [kv_heads, value_head_dim].
     """
 
     index: int
     module: str
     pairs: np.ndarray
     rest: np.ndarray
-    v: np.ndarray
-    mean: np.ndarray
 
     @property
     def moved(self) -> dict[str, int]:
         """How many of each are not neutral."""
-        return {
-            "pairs": int((self.pairs != 1).sum()),
-            "rest": int((self.rest != 1).sum()),
-            "v": int((self.v != 1).sum()),
-            "mean": int((self.mean != 0).sum()),
-        }
-
-
-_ARRAYS = {"rest": np.float64, "v": np.float64, "mean": np.float64}
+        return {"pairs": int((self.pairs != 1).sum()), "rest": int((self.rest != 1).sum())}
 
 
 @dataclass(frozen=True)
@@ -76,17 +62,12 @@ class Fold:
     origin: str
     report: dict[str, Any] = field(default_factory=dict)
 
-    @property
-    def adds_biases(self) -> bool:
-        """Whether V's mean moves in some layer: then every layer gets the biases that the config's one switch makes."""
-        return any(layer.moved["mean"] for layer in self.layers)
-
     def _tensors(self) -> dict[str, np.ndarray]:
         tensors = {}
         for layer in self.layers:
             stem = f"layers.{layer.index}"
             tensors[f"{stem}.pairs"] = np.stack([layer.pairs.real, layer.pairs.imag], axis=-1)  # [kv_heads, pairs, 2]
-            tensors |= {f"{stem}.{name}": getattr(layer, name) for name in _ARRAYS}
+            tensors[f"{stem}.rest"] = layer.rest
         return tensors
 
     def _header(self) -> dict[str, Any]:
@@ -98,7 +79,7 @@ class Fold:
         return sha256_artefact(self._header(), self._tensors())
 
     def save(self, path: Path) -> None:
-        """Write as safetensors: `layers.N.pairs` (real and imaginary part last), `.rest`, `.v` and `.mean`, float64."""
+        """Write as safetensors: `layers.N.pairs` (real and imaginary part last) and `.rest`, float64."""
         write_tensors(path, self._tensors(), self._header())
 
     @classmethod
@@ -110,8 +91,7 @@ class Fold:
             for index, module in header["modules"]:
                 stem = f"layers.{index}"
                 pairs = tensors[f"{stem}.pairs"]
-                arrays = {name: tensors[f"{stem}.{name}"].astype(kind) for name, kind in _ARRAYS.items()}
-                layers.append(LayerFold(index, module, pairs[..., 0] + 1j * pairs[..., 1], **arrays))
+                layers.append(LayerFold(index, module, pairs[..., 0] + 1j * pairs[..., 1], tensors[f"{stem}.rest"]))
             return cls(tuple(header["switches"]), tuple(layers), header["origin"], header["report"])
         except (KeyError, ValueError, TypeError, IndexError) as error:
             raise UsageError(f"{path} is damaged: {' '.join(f'{type(error).__name__} {error}'.split())}") from error

@@ -19,7 +19,8 @@ def check_fold(source: SourceCheckpoint, asked: str | None, scheme: str | None) 
         return
     if scheme is not None:
         raise UsageError("--fold and --weights do not go together: fold first (`kv-calibrate fold`), then run --weights on the result")
-    check_foldable(source, parse_switches(asked))
+    parse_switches(asked)
+    check_foldable(source)
 
 
 def folded(source: SourceCheckpoint, corpus: Corpus, output: Path, asked: str, *, device: str, trust: bool) -> SourceCheckpoint:

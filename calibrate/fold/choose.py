@@ -3,20 +3,18 @@
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from calibrate.fold.artefact import LayerFold
 from calibrate.fold.parts import Parts
 from calibrate.fold.sample import LayerSample
-from calibrate.fold.tables import PHASES, TURNS, key_tables, value_table
+from calibrate.fold.tables import PHASES, TURNS, key_tables
 
 _WORTH = 0.002  # of a layer's mean error per pair or channel: less gain leaves it alone
-_MEAN_WORTH = 0.05  # of a head's energy
 
 
 @dataclass(frozen=True)
 class Predicted:
-    """Error of one layer before and after, at the best scale for each: of logits (K's part and Q's) and of attention's output (V's).
+    """Error of one layer before and after, at the best scale for each: of logits, K's part and Q's.
 
     Held out: chosen on one half of the sample and counted on the other, both ways.
     """
@@ -30,39 +28,18 @@ class _Pick:
     """A choice for every pair or channel: places in the flattened grid of rotations and phases, [rows, width], and the scales' own phases."""
 
     place: np.ndarray
-    scales: tuple[int, ...]
+    scales: tuple[int, int]
 
 
-def choose(sample: LayerSample, parts: Parts, output_weight: torch.Tensor, switches: tuple[str, ...]) -> tuple[LayerFold, Predicted]:
-    """Choose the fold of one layer.
-
-    Args:
-        output_weight: o_proj.weight, [hidden, heads · value_head_dim].
-    """
-    layer, rows = parts.layer, 1 if parts.norm else parts.layer.num_key_value_heads
-    factors = np.ones((rows, len(parts.first) + len(parts.rest)), dtype=np.complex128)
-    shape = (layer.num_key_value_heads, layer.value_head_dim)
-    mean, multiplier = np.zeros(shape), np.ones(shape)
-    halves, before, after = sample.halves(), {}, {}
-    if {"k", "turn"} & set(switches):
-        sides = [np.stack([half.key, half.query]) for half in key_tables(sample, parts, turns="turn" in switches)]  # [2, rows, TURNS, PHASES, width]
-        free = "turn" in switches, "k" in switches
-        was, now = _held_out(sides, free)
-        before, after = dict(zip("kq", was, strict=True)), dict(zip("kq", now, strict=True))
-        turn, phase = np.divmod(_best(sum(sides), free).place, PHASES)
-        factors = _multiplier(phase) * np.exp(0.5j * np.pi * turn / TURNS)
-    if {"v", "mean"} & set(switches):
-        columns = output_weight.float().square().sum(dim=0).view(layer.num_key_value_heads, parts.group, -1).sum(dim=1)  # [kv_heads, channels]
-        if "mean" in switches:
-            mean = _mean(sample)
-        shift = torch.from_numpy(mean).to(sample.v.device, torch.float32)[:, None]
-        plain = [value_table(half.v, half.mass, columns)[None, :, None] for half in halves]  # [1, kv_heads, 1, PHASES, channels]
-        moved = [value_table(half.v.float() - shift, half.mass, columns)[None, :, None] for half in halves]
-        free = False, "v" in switches
-        before["v"], after["v"] = _held_out(plain, free)[0][0], _held_out(moved, free)[1][0]
-        multiplier = _multiplier(_best(sum(moved), free).place)
+def choose(sample: LayerSample, parts: Parts, switches: tuple[str, ...]) -> tuple[LayerFold, Predicted]:
+    """Choose the fold of one layer."""
+    free = "turn" in switches, "k" in switches
+    sides = [np.stack([half.key, half.query]) for half in key_tables(sample, parts, turns=free[0])]  # [2, rows, TURNS, PHASES, width]
+    before, after = (dict(zip("kq", errors, strict=True)) for errors in _held_out(sides, free))
+    turn, phase = np.divmod(_best(sum(sides), free).place, PHASES)
+    factors = _multiplier(phase) * np.exp(0.5j * np.pi * turn / TURNS)
     pairs, rest = factors[:, : len(parts.first)], factors[:, len(parts.first) :].real
-    return LayerFold(layer.index, layer.module, pairs, rest, multiplier, mean), Predicted(before, after)
+    return LayerFold(parts.layer.index, parts.layer.module, pairs, rest), Predicted(before, after)
 
 
 def _held_out(sides: list[np.ndarray], free: tuple[bool, bool]) -> tuple[list[float], list[float]]:
@@ -80,13 +57,13 @@ def _best(table: np.ndarray, free: tuple[bool, bool]) -> _Pick:
     At scales of phases a and b the multiplier of phase m puts K at a + m and Q at b - m: what can be reached depends on a + b alone.
 
     Args:
-        table: [kinds, rows, turns, PHASES, width]: error of K, and of Q where there is one.
+        table: [2, rows, turns, PHASES, width]: error of K and of Q.
         free: whether rotations and whether multipliers may be chosen.
     """
     steps, best = np.arange(PHASES), None
     turns = slice(None if free[0] else 1)
-    for both in range(PHASES if len(table) > 1 else 1):
-        cost = table[0] + table[1][:, :, (both - steps) % PHASES] if len(table) > 1 else table[0]  # by K's phase: [rows, turns, PHASES, width]
+    for both in range(PHASES):
+        cost = table[0] + table[1][:, :, (both - steps) % PHASES]  # by K's phase: [rows, turns, PHASES, width]
         reach = _least(cost[:, turns]) if free[1] else None
         for scale in steps:
             turn, phase, least = reach or _least(cost[:, turns, scale : scale + 1])
@@ -95,7 +72,7 @@ def _best(table: np.ndarray, free: tuple[bool, bool]) -> _Pick:
             total = float(np.where(worth, least, base).sum())
             if best is None or total < best[0]:
                 place = turn * PHASES + ((phase - scale) % PHASES if free[1] else 0)
-                best = total, _Pick(np.where(worth, place, 0), (int(scale), int((both - scale) % PHASES))[: len(table)])
+                best = total, _Pick(np.where(worth, place, 0), (int(scale), int((both - scale) % PHASES)))
     return best[1]
 
 
@@ -112,7 +89,7 @@ def _errors_of(table: np.ndarray, pick: _Pick) -> list[float]:
     return [float(np.take_along_axis(side, pick.place[:, None], axis=1).sum()) for side in flat]
 
 
-def _shifted(table: np.ndarray, scales: tuple[int, ...]) -> list[np.ndarray]:
+def _shifted(table: np.ndarray, scales: tuple[int, int]) -> list[np.ndarray]:
     """Errors by the multiplier's phase, at scales of these phases: K is multiplied, Q divided. [rows, turns, PHASES, width] each."""
     steps = np.arange(PHASES)
     return [side[:, :, (scale + (steps if kind == 0 else -steps)) % PHASES] for kind, (side, scale) in enumerate(zip(table, scales, strict=True))]
@@ -121,17 +98,3 @@ def _shifted(table: np.ndarray, scales: tuple[int, ...]) -> list[np.ndarray]:
 def _multiplier(phase: np.ndarray) -> np.ndarray:
     """In [2^-0.5, 2^0.5)."""
     return 2.0 ** (((phase + PHASES // 2) % PHASES - PHASES // 2) / PHASES)
-
-
-def _mean(sample: LayerSample) -> np.ndarray:
-    """The mean of V that leaves least energy where attention looks, float64 [kv_heads, channels]; zero for heads that would gain little.
-
-    Tokens count with Σp²: a head that rests on the first token, whose value is near zero, must not move it away from there.
-    """
-    values = sample.v.double()
-    weight = sample.mass.double()[:, :, None]
-    mean = (weight * values).sum(dim=1) / weight.sum(dim=1)
-    energy = (weight * values.square()).sum(dim=(1, 2))
-    left = (weight * (values - mean[:, None]).square()).sum(dim=(1, 2))
-    keep = (energy - left > _MEAN_WORTH * energy)[:, None]
-    return (mean * keep).cpu().numpy()

@@ -54,7 +54,7 @@ def fold_checkpoint(
     trust: bool = False,
     force: bool = False,
 ) -> FoldResult:
-    """Fold a plain 16-bit checkpoint: the same function, whose K and V lose less to FP8. Runs about 10,000 tokens of the corpus.
+    """Fold a plain 16-bit checkpoint: the same function, whose K and Q lose less to FP8. Runs about 10,000 tokens of the corpus.
 
     Args:
         dtype: of the computation; only float32 can check that the function is the same to the last digits.
@@ -64,7 +64,7 @@ def fold_checkpoint(
         CheckFailed: the folded model computes something else; nothing was written.
     """
     check_target(source.path, output, force=force)
-    check_foldable(source, switches)
+    check_foldable(source)
     model = load_model(source, device=device, dtype=dtype, trust_remote_code=trust)
     layout = probe_layout(model)
     parts = parts_of(model, layout, switches)
@@ -72,10 +72,7 @@ def fold_checkpoint(
     cache_dtype = CACHE_DTYPES[cache_dtype_of(source)].dtype
     note(f"fold {','.join(switches)}: {sum(map(len, rows)):,} tokens of {len(rows)} rows")
     samples = take_samples(model, layout, rows, cache_dtype)
-    chosen = []
-    for index in parts:
-        output_weight = model.get_submodule(parts[index].layer.module).o_proj.weight.detach()
-        chosen.append(choose(samples.pop(index), parts[index], output_weight, switches))
+    chosen = [choose(samples.pop(index), part, switches) for index, part in parts.items()]
     layers = tuple(layer for layer, _ in chosen)
     check = rows[0][:_CHECK_TOKENS][None].to(model.device)
     measured = _fold_and_measure(model, Fold(switches, layers, source.fingerprint), parts, check, cache_dtype)
@@ -114,16 +111,14 @@ def _log_p(logits: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
 
 
 def _ratios(predicted: Sequence[Predicted]) -> dict[str, Any]:
-    """Predicted error after folding over that before, by kind: mean over layers, and each layer's."""
+    """Predicted error after folding over that before, of K, of Q and of both together: mean over layers, and each layer's."""
     result = {}
-    for kind in predicted[0].before if predicted else ():
-        by_layer = [one.after[kind] / one.before[kind] if one.before[kind] else 1.0 for one in predicted]
-        result[kind] = {"mean": float(np.mean(by_layer)), "layers": [round(ratio, 4) for ratio in by_layer]}
-    if {"k", "q"} <= set(result):
-        both = [(one.after["k"] + one.after["q"]) / (one.before["k"] + one.before["q"]) for one in predicted]
-        result["logits"] = {"mean": float(np.mean(both)), "layers": [round(ratio, 4) for ratio in both]}
+    for name, kinds in {"k": "k", "q": "q", "logits": "kq"}.items():
+        errors = [[sum(side[kind] for kind in kinds) for side in (one.before, one.after)] for one in predicted]
+        by_layer = [after / before if before else 1.0 for before, after in errors]
+        result[name] = {"mean": float(np.mean(by_layer)), "layers": [round(ratio, 4) for ratio in by_layer]}
     return result
 
 
 def _moved(layers: Sequence) -> dict[str, int]:
-    return {name: sum(layer.moved[name] for layer in layers) for name in ("pairs", "rest", "v", "mean")}
+    return {name: sum(layer.moved[name] for layer in layers) for name in ("pairs", "rest")}

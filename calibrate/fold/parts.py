@@ -16,8 +16,6 @@ _FUSED = {"qkv_proj", "o_proj"}
 _NORMS = {"q_norm", "k_norm"}
 _HARMLESS = {"rotary_emb", "attention_dropout", "attn_dropout", "dropout"}
 _OFFSET_NORMS = {"gemma3", "gemma3_text"}  # they multiply with 1 + weight
-# an o_proj bias can be added by the config alone, in transformers and in vLLM alike (vLLM's Qwen2, Qwen3 and Mistral have none)
-_BIAS_BY_CONFIG = {"llama", "granite"}
 
 
 @dataclass(frozen=True)
@@ -44,20 +42,17 @@ class Parts:
         return self.layer.num_heads // self.layer.num_key_value_heads
 
 
-def check_foldable(source: SourceCheckpoint, switches: tuple[str, ...]) -> None:
+def check_foldable(source: SourceCheckpoint) -> None:
     """What can be refused before a model is loaded. Raises UsageError."""
     if source.quantization or source.calibrated:
         raise UsageError(f"{source.path} is quantized or calibrated: fold the plain 16-bit checkpoint first, then quantize or calibrate")
-    if "mean" in switches and source.model_type not in _BIAS_BY_CONFIG:
-        known = ", ".join(sorted(_BIAS_BY_CONFIG))
-        raise UsageError(f"V's mean needs a bias of o_proj that transformers and vLLM both know; {source.model_type} has none (known: {known})")
 
 
 def parts_of(model: PreTrainedModel, layout: CacheLayout, switches: tuple[str, ...]) -> dict[int, Parts]:
     """The parts of every layer.
 
     Raises:
-        UsageError: a layer whose function would change: shared or latent caches, an unknown shape of attention, clipped projections, norms of V.
+        UsageError: a layer whose function would change: shared or latent caches, an unknown shape of attention, clipped projections.
     """
     found = {}
     for layer in layout.layers:
@@ -89,8 +84,6 @@ def _reason(model: PreTrainedModel, layer: AttentionLayer, module: nn.Module) ->
     for name, size in rows.items():
         if getattr(module, name).weight.shape[0] != size:
             return f"{name} has {getattr(module, name).weight.shape[0]} rows, {size} were expected"
-    if module.o_proj.weight.shape[1] != layer.num_heads * layer.value_head_dim:
-        return "its output projection has another width than its heads"
     if children & _NORMS and module.k_norm.weight.shape != (layer.head_dim,):
         return "its norm runs over all heads at once"
     if getattr(model.config.get_text_config(decoder=True), "clip_qkv", None):

@@ -1,4 +1,4 @@
-"""Some keys, values and queries of every layer, as attention sees them: what a fold is chosen on."""
+"""Some keys and queries of every layer, as attention sees them: what a fold is chosen on."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,20 +19,18 @@ class LayerSample:
     """What was kept of one layer.
 
     Attributes:
-        k, v: bfloat16 or float16 [kv_heads, tokens, channels]. q: the same, of all heads that read a KV head, [kv_heads, about tokens, head_dim].
+        k: bfloat16 or float16 [kv_heads, tokens, head_dim]. q: the same, of all heads that read a KV head, [kv_heads, about tokens, head_dim].
         looked: Σp(1 − p) over the queries that saw each token, mean over the heads of a group, float32 [kv_heads, tokens]: how much of an error of
-            its logit reaches the softmax. mass: Σp², likewise: how much of an error of its value reaches attention's output.
+            its logit reaches the softmax.
     """
 
     k: torch.Tensor
-    v: torch.Tensor
     q: torch.Tensor
     looked: torch.Tensor
-    mass: torch.Tensor
 
     def halves(self) -> tuple["LayerSample", "LayerSample"]:
         """The first half of the tokens and the second: other rows of the corpus."""
-        cut = [getattr(self, name).tensor_split(2, dim=1) for name in ("k", "v", "q", "looked", "mass")]
+        cut = [getattr(self, name).tensor_split(2, dim=1) for name in ("k", "q", "looked")]
         return LayerSample(*(part[0] for part in cut)), LayerSample(*(part[1] for part in cut))
 
 
@@ -50,6 +48,8 @@ def take_samples(model: PreTrainedModel, layout: CacheLayout, rows: Sequence[tor
     latest: dict[str, torch.Tensor] = {}
 
     def see(index: int, kind: str, values: torch.Tensor) -> None:
+        if kind == "v":
+            return
         layer, heads = layout[index], values[0]  # [heads, seq, channels]
         latest[kind] = heads
         part = heads[:, offset::stride].to(cache_dtype)
@@ -58,28 +58,26 @@ def take_samples(model: PreTrainedModel, layout: CacheLayout, rows: Sequence[tor
             part = heads[:, offset % group :: max(1, stride)].to(cache_dtype)
             part = part.unflatten(0, (layer.num_key_value_heads, group)).flatten(1, 2)[:, ::group]  # [kv_heads, about tokens, head_dim]
             scaling = getattr(model.get_submodule(layer.module), "scaling", None) or layer.head_dim**-0.5
-            for name, weight in zip(("looked", "mass"), _weights(heads, latest["k"], scaling, layer.sliding_window), strict=True):
-                kept.setdefault((index, name), []).append(weight[:, offset::stride])
+            looked = _looked(heads, latest["k"], scaling, layer.sliding_window)
+            kept.setdefault((index, "looked"), []).append(looked[:, offset::stride])
         kept.setdefault((index, kind), []).append(part.clone())
 
     for number, row in enumerate(rows):
         offset = number % stride  # first tokens are special: they count no more often than others
         observe(model, layout, row[None].to(model.device), see)
-    names = ("k", "v", "q", "looked", "mass")
+    names = ("k", "q", "looked")
     return {layer.index: LayerSample(*(torch.cat(kept[layer.index, name], dim=1) for name in names)) for layer in layout.layers}
 
 
-def _weights(query: torch.Tensor, key: torch.Tensor, scaling: float, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Σp(1 − p) and Σp² over queries of each key, mean over a group's heads: float32 [kv_heads, seq] each."""
+def _looked(query: torch.Tensor, key: torch.Tensor, scaling: float, window: int | None) -> torch.Tensor:
+    """Σp(1 − p) over queries of each key, mean over a group's heads: float32 [kv_heads, seq]."""
     seq = key.shape[1]
     place = torch.arange(seq, device=key.device)
     hidden = place[None, :] > place[:, None]
     if window:
         hidden |= place[:, None] - place[None, :] >= window
-    first, second = (torch.zeros((len(key), seq), device=key.device) for _ in range(2))
-    group = len(query) // len(key)
+    looked, group = torch.zeros((len(key), seq), device=key.device), len(query) // len(key)
     for head, rows in enumerate(query):  # one head at a time: [seq, seq] is all that is held
         weights = (rows.float() @ key[head // group].float().T).mul_(scaling).masked_fill_(hidden, float("-inf")).softmax(dim=-1)
-        first[head // group] += weights.sum(dim=0)
-        second[head // group] += weights.square_().sum(dim=0)
-    return (first - second) / group, second / group
+        looked[head // group] += weights.sum(dim=0) - weights.square_().sum(dim=0)
+    return looked / group

@@ -45,17 +45,6 @@ def key_tables(sample: LayerSample, parts: Parts, *, turns: bool) -> list[KeyTab
     return result
 
 
-def value_table(values: torch.Tensor, mass: torch.Tensor, weights: torch.Tensor) -> np.ndarray:
-    """Output error of each channel by phase: float64 [kv_heads, PHASES, channels].
-
-    Args:
-        values: [kv_heads, tokens, channels]. mass: of each token, [kv_heads, tokens].
-        weights: squared norm of the output projection's columns, [kv_heads, channels].
-    """
-    table = torch.stack([_errors(head, of)[1] for head, of in zip(values.float(), mass, strict=True)])  # [kv_heads, PHASES, channels]
-    return (table * weights[:, None].to(table)).cpu().numpy()
-
-
 def _turning(key: torch.Tensor, query: torch.Tensor, parts: Parts, turns: bool) -> torch.Tensor:
     """Places of the pairs whose rotation makes a difference: int64 [some]."""
     if not turns:

@@ -13,7 +13,7 @@ from calibrate.fold import Fold, fold_checkpoint, parse_switches
 from calibrate.fold import job as job_module
 from calibrate.model import SourceCheckpoint, load_model
 from tests.conftest import rows_corpus
-from tests.fold.test_function import TOKENS, close, logits_of, with_random_biases
+from tests.fold.test_function import TOKENS, logits_of, with_random_biases
 from tests.tiny import edit_config, tiny_checkpoint
 
 CORPUS = ("--data", "builtin", "--samples", "6", "--sequence-length", "48", "--device", "cpu")
@@ -55,10 +55,10 @@ def test_run_folds_first_and_keeps_the_record(biased, tmp_path):
 
 
 def test_fold_and_run_are_run_with_fold(biased, tmp_path):
-    assert invoke("run", biased, "--output", tmp_path / "a", "--fold", "turn,k,v", "--no-verify", *CORPUS).exit_code == 0
-    result = invoke("fold", biased, "--output", tmp_path / "folded", "--fold", "turn,k,v", "--json", *CORPUS)
+    assert invoke("run", biased, "--output", tmp_path / "a", "--fold", "turn", "--no-verify", *CORPUS).exit_code == 0
+    result = invoke("fold", biased, "--output", tmp_path / "folded", "--fold", "turn", "--json", *CORPUS)
     assert result.exit_code == 0, result.output
-    assert set(json.loads(result.stdout)["predicted"]) == {"k", "q", "v", "logits"}
+    assert set(json.loads(result.stdout)["predicted"]) == {"k", "q", "logits"}
     assert invoke("run", tmp_path / "folded", "--output", tmp_path / "b", "--no-verify", *CORPUS).exit_code == 0
     for name in ("kv_scales.safetensors", "kv_calibration/fold.safetensors", "model-00001-of-00001.safetensors"):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
@@ -97,27 +97,23 @@ def test_a_change_of_the_function_is_caught(biased, tmp_path, monkeypatch):
 
     def broken(*arguments):
         layer, predicted = real(*arguments)
-        layer.v[0, 0] = np.nan
+        layer.pairs[0, 0] = np.nan
         return layer, predicted
 
     monkeypatch.setattr(job_module, "choose", broken)
     with pytest.raises(CheckFailed, match="nothing was written"):
-        fold_checkpoint(SourceCheckpoint.open(biased), rows_corpus([40, 30]), tmp_path / "folded", ("v",), device="cpu")
+        fold_checkpoint(SourceCheckpoint.open(biased), rows_corpus([40, 30]), tmp_path / "folded", ("k",), device="cpu")
     assert not (tmp_path / "folded").exists()
 
 
-def test_the_mean_follows_where_attention_looks(tmp_path):
-    path = with_random_biases(tiny_checkpoint(tmp_path / "base", "llama", attention_bias=True, dtype=torch.float32))
-    made = fold_checkpoint(SourceCheckpoint.open(path), rows_corpus([40] * 9), tmp_path / "folded", ("mean",), device="cpu")
-    assert made.fold.report["moved"]["mean"] > 0
-    assert close(logits_of(path), logits_of(tmp_path / "folded"))
-
-
 def test_what_is_asked_is_checked(biased, tmp_path):
-    assert parse_switches(" v,turn ") == ("turn", "v")
-    for wrong in ("", "v,w"):
-        with pytest.raises(UsageError, match="known are turn, k, v, mean"):
+    assert parse_switches(" k,turn ") == ("turn", "k")
+    for wrong in ("", "v", "turn,w"):
+        with pytest.raises(UsageError, match=r"known are turn, k$"):
             parse_switches(wrong)
+    for command in ("fold", "run"):
+        result = invoke(command, biased, "--output", tmp_path / "x", "--fold", "v", *CORPUS)
+        assert (result.exit_code, result.stderr.count("\n"), "--fold v: known are turn, k" in result.stderr) == (2, 1, True)
     source = tiny_checkpoint(tmp_path / "quantized")
     edit_config(source, quantization_config={"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8}})
     result = invoke("fold", source, "--output", tmp_path / "x", "--fold", "k", *CORPUS)

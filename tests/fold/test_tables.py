@@ -7,7 +7,7 @@ import torch
 from calibrate.fold.choose import choose
 from calibrate.fold.parts import Parts
 from calibrate.fold.sample import LayerSample
-from calibrate.fold.tables import PHASES, TURNS, key_tables, rounded, value_table
+from calibrate.fold.tables import PHASES, TURNS, key_tables, rounded
 from calibrate.model import AttentionLayer
 
 
@@ -17,9 +17,8 @@ def parts(heads: int = 2, groups: int = 1, dim: int = 8, rest: int = 0) -> Parts
     return Parts(layer, False, "", np.arange(turning // 2), np.arange(turning // 2, turning), np.arange(turning, dim))
 
 
-def sample(k: torch.Tensor, q: torch.Tensor, v: torch.Tensor | None = None, weight: torch.Tensor | None = None) -> LayerSample:
-    weight = torch.ones(k.shape[:2]) if weight is None else weight
-    return LayerSample(k, k if v is None else v, q, weight, weight)
+def sample(k: torch.Tensor, q: torch.Tensor, looked: torch.Tensor | None = None) -> LayerSample:
+    return LayerSample(k, q, torch.ones(k.shape[:2]) if looked is None else looked)
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -37,15 +36,15 @@ def test_rounding_is_the_cast_of_every_bfloat16():
 
 @pytest.mark.parametrize("phase", [0, 5, PHASES - 1])
 def test_a_phase_is_a_scale(phase):
-    """The table's error of V at phase j is that of a real cast with scale 2^(-j/PHASES), in any octave."""
-    v, weight = normal(1, 500, 8) * 3, torch.rand(1, 500, generator=torch.Generator().manual_seed(1))
-    columns = torch.rand(1, 8, generator=torch.Generator().manual_seed(2))
-    table = value_table(v, weight, columns)
+    """The table's error of a channel at phase j is that of a real cast with scale 2^(-j/PHASES), in any octave."""
+    k, q, looked = normal(1, 500, 8) * 3, normal(1, 500, 8, seed=1), torch.rand(1, 500, generator=torch.Generator().manual_seed(2))
+    table = key_tables(sample(k, q, looked), parts(rest=8), turns=False)[0].key[0, 0, phase]
+    k, q, share = k[0, :250], q[0, :250], (looked[0, :250] / looked[0, :250].sum())[:, None]
     for octave in (-2, 0, 2):
         scale = 2.0 ** (octave - phase / PHASES) / 4
-        wrong = (v / scale).to(torch.float8_e4m3fn).float() * scale - v
-        expected = (wrong.square() * weight[..., None]).sum(dim=1) / weight.sum() * columns
-        np.testing.assert_allclose(table[:, phase], expected.numpy(), rtol=2e-3)
+        wrong = (k / scale).to(torch.float8_e4m3fn).float() * scale - k
+        spread = (share * (wrong - (share * wrong).sum(dim=0)).square()).sum(dim=0)
+        np.testing.assert_allclose(table, (spread * q.square().mean(dim=0)).numpy(), rtol=2e-3)
 
 
 def test_key_errors_are_logit_errors_without_their_mean():
@@ -66,7 +65,7 @@ def test_nearly_constant_channels_are_put_on_numbers_of_the_format():
     """K that is a bias with a little noise: a multiplier brings it to where its error is the same for all tokens."""
     bias = torch.linspace(1, 3.9, 16) * torch.tensor([1, -1] * 8)
     k = torch.cat([bias * (1 + 0.01 * normal(1, 600, 16)), 0.1 * normal(1, 600, 16, seed=2)], dim=-1)
-    fold, predicted = choose(sample(k, normal(1, 600, 32, seed=1)), parts(dim=32), normal(16, 64), ("k",))
+    fold, predicted = choose(sample(k, normal(1, 600, 32, seed=1)), parts(dim=32), ("k",))
     assert predicted.after["k"] < 0.5 * predicted.before["k"]
     assert (abs(fold.pairs) >= 2**-0.5 - 1e-9).all()
     assert (abs(fold.pairs) < 2**0.5).all()
@@ -77,36 +76,27 @@ def test_what_both_sides_prefer_is_spread_over_two_channels():
     """K and Q along the same channel of a pair: an eighth of a turn halves the error, which is known in closed form."""
     k, q = (0.02 * normal(1, 4000, 2, seed=seed) for seed in (0, 1))
     k[..., 0], q[..., 0] = normal(1, 4000, seed=2), normal(1, 4000, seed=3)
-    fold, predicted = choose(sample(k, q), parts(dim=2), normal(4, 4), ("turn",))
+    fold, predicted = choose(sample(k, q), parts(dim=2), ("turn",))
     assert predicted.after["k"] / predicted.before["k"] == pytest.approx(0.5, abs=0.05)
     assert abs(np.angle(fold.pairs[0, 0])) == pytest.approx(np.pi / 4, abs=0.1)
 
 
 def test_pairs_that_turn_all_the_time_are_not_rotated():
-    fold, _ = choose(sample(normal(1, 4000, 8), normal(1, 4000, 8, seed=1)), parts(), normal(16, 16), ("turn",))
+    fold, _ = choose(sample(normal(1, 4000, 8), normal(1, 4000, 8, seed=1)), parts(), ("turn",))
     assert fold.moved["pairs"] == 0
 
 
 def test_a_prediction_is_no_luck():
     """Of Gaussian channels there is nothing to gain; what a choice seems to gain on its own tokens is not counted."""
-    gaussian = sample(normal(1, 1000, 8), normal(1, 1000, 8, seed=1), normal(1, 1000, 8, seed=2))
-    _, predicted = choose(gaussian, parts(), normal(16, 16), ("turn", "k", "v"))
-    for kind in "kqv":
+    gaussian = sample(normal(1, 1000, 8), normal(1, 1000, 8, seed=1))
+    _, predicted = choose(gaussian, parts(), ("turn", "k"))
+    for kind in "kq":
         assert predicted.after[kind] / predicted.before[kind] > 0.96
 
 
 def test_channels_outside_rope_have_multipliers_of_their_own():
-    fold, _ = choose(sample(normal(1, 500, 8) * 0.01 + 1.07, normal(1, 500, 8, seed=1)), parts(rest=4), normal(16, 16), ("turn", "k"))
+    fold, _ = choose(sample(normal(1, 500, 8) * 0.01 + 1.07, normal(1, 500, 8, seed=1)), parts(rest=4), ("turn", "k"))
     assert fold.pairs.shape == (1, 2)
     assert fold.rest.shape == (1, 4)
     assert fold.moved["rest"] > 0
     assert np.isrealobj(fold.rest)
-
-
-def test_a_head_that_rests_on_one_token_keeps_its_mean():
-    v, weight = normal(1, 600, 8) * 0.1 + 1, torch.full((1, 600), 1e-4)
-    v[:, ::100], weight[:, ::100] = 0, 10.0  # where attention rests, values are zero
-    rests, _ = choose(sample(v, v, v, weight), parts(), normal(16, 16), ("mean",))
-    assert rests.moved["mean"] == 0
-    looks, _ = choose(sample(v, v, v), parts(), normal(16, 16), ("mean",))
-    assert looks.mean == pytest.approx(np.ones((1, 8)), abs=0.1)

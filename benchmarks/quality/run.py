@@ -4,7 +4,7 @@
 
 One start of the engine serves all rows: scales are changed in place. The JSON holds, for every row, sums over the tokens of each document, so that
 any two rows can be compared later, and is written anew after each row. `--scales NAME=PATH` adds a scales file or a calibrated checkpoint,
-`--weights NAME=CHECKPOINT` a calibrated checkpoint whose weights differ too (K or V folded), `--hook FILE.py` a file with `rows(material)`
+`--weights NAME=CHECKPOINT` a calibrated checkpoint whose weights differ too (folded), `--hook FILE.py` a file with `rows(material)`
 that returns name → Scales.
 """
 

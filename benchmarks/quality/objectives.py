@@ -1,11 +1,8 @@
-"""Objectives nearer to what matters than the error of elements: a hook of run.py, `--hook benchmarks/quality/objectives.py`.
+"""Scales by the error of attention's output after the output projection, computed as FP8 kernels do: a hook of run.py.
 
-Keys, values and queries of some rows of the calibration text are kept whole, layer by layer; each objective then chooses every scale from one octave
-above 2·amax/448, per tensor or per KV head.
-
-weighted           K's error by E[q²] of its channel, Q's by E[k²], V's by the squared norm of the output projection's columns
-weighted, centred  the same, but of K's error the variance over tokens and of Q's what meets Var(k): softmax does not see what moves all logits alike
-attention output   the error of attention's output after the output projection, computed as FP8 kernels do, in turns over k, q and v
+`--hook benchmarks/quality/objectives.py`. Keys, values and queries of some rows of the calibration text are kept whole, layer by layer; every scale
+is then chosen from one octave above 2·amax/448, per tensor or per KV head, in turns over k, q and v. The best row that was measured, and too dear for
+the default (docs/scale-quality.md).
 """
 
 from collections.abc import Callable, Iterator
@@ -22,11 +19,7 @@ from calibrate.model import AttentionLayer, SourceCheckpoint, load_model, load_t
 from calibrate.scales import FORMATS, LayerScales, Scales
 
 ROWS, LENGTH, STEPS, SWEEPS = 4, 1024, 16, 2
-PREDICTED = {
-    "weighted": "within 1% of mse: most of a layer's energy lies in the channels that both weigh most",
-    "weighted, centred": "as weighted, better by 1% where keys have large means (Qwen2.5)",
-    "attention output": "1 to 2% below mse: it alone knows which tokens are looked at",
-}
+# Written before the first run: 1 to 2% below mse, since it alone knows which tokens are looked at.
 _FORMAT = FORMATS["e4m3"]
 
 
@@ -43,22 +36,17 @@ class Layer:
 
 
 def rows(material: Material) -> dict[str, Scales]:
-    """The hook: each objective's scales."""
-    chosen: dict[str, list[LayerScales]] = {name: [] for name in PREDICTED}
+    """The hook: the scales by name."""
+    chosen: list[LayerScales] = []
     like = material.solved()
     for scales, layer in zip(like.layers, layers_of(material), strict=True):
         groups = [slice(None)] if len(scales.k) == 1 else [slice(head, head + 1) for head in range(layer.k.shape[1])]
         parts = [_part(layer, group) for group in groups]
-        for name, objective in (
-            ("weighted", lambda part: _weighted(part, centred=False)),
-            ("weighted, centred", lambda part: _weighted(part, centred=True)),
-            ("attention output", _attention_output),
-        ):
-            found = [objective(part) for part in parts]
-            arrays = {kind: np.array([each[kind] for each in found], np.float32) for kind in KINDS}
-            arrays["q"] = np.repeat(arrays["q"], len(scales.q) // len(arrays["q"]))
-            chosen[name].append(LayerScales(scales.index, scales.module, *(arrays[kind] for kind in ("k", "v", "q"))))
-    return {name: replace(like, layers=tuple(layers)) for name, layers in chosen.items()}
+        found = [_attention_output(part) for part in parts]
+        arrays = {kind: np.array([each[kind] for each in found], np.float32) for kind in KINDS}
+        arrays["q"] = np.repeat(arrays["q"], len(scales.q) // len(arrays["q"]))
+        chosen.append(LayerScales(scales.index, scales.module, *(arrays[kind] for kind in ("k", "v", "q"))))
+    return {"attention output": replace(like, layers=tuple(chosen))}
 
 
 def layers_of(material: Material) -> Iterator[Layer]:
@@ -104,17 +92,17 @@ def _least(values: torch.Tensor, error: Callable[[torch.Tensor], torch.Tensor]) 
     return candidates[int(torch.stack([error(stored(values, scale) - values) for scale in candidates]).argmin())]
 
 
-def _weighted(layer: Layer, *, centred: bool) -> dict[str, float]:
+def _weighted(layer: Layer) -> dict[str, float]:
+    """Where the search begins: K's error by E[q²] of its channel, Q's by Var(k), V's by the squared norm of the output projection's columns.
+
+    Of K's error the variance over tokens: softmax does not see what moves all logits alike.
+    """
     of_key = layer.q.square().mean(dim=(0, 2, 3))  # [kv_heads, head_dim]
-    spread = layer.k.var(dim=2, unbiased=False).mean(dim=0) if centred else layer.k.square().mean(dim=(0, 2))
+    spread = layer.k.var(dim=2, unbiased=False).mean(dim=0)
     of_value = layer.output.square().sum(dim=(0, 2))  # [kv_heads, dim]
 
-    def key(wrong: torch.Tensor) -> torch.Tensor:
-        size = wrong.var(dim=2, unbiased=False).mean(dim=0) if centred else wrong.square().mean(dim=(0, 2))
-        return (size * of_key).sum()
-
     return {
-        "k": _least(layer.k, key),
+        "k": _least(layer.k, lambda wrong: (wrong.var(dim=2, unbiased=False).mean(dim=0) * of_key).sum()),
         "v": _least(layer.v, lambda wrong: (wrong.square().mean(dim=(0, 2)) * of_value).sum()),
         "q": _least(layer.q, lambda wrong: (wrong.square().mean(dim=(0, 2, 3)) * spread).sum()),
     }
@@ -124,7 +112,7 @@ def _attention_output(layer: Layer) -> dict[str, float]:
     """Coordinate descent over k, q and v from the weighted objective's scales."""
     gram = torch.einsum("ohgd,ohge->hgde", layer.output, layer.output)
     right = _attend(layer.q, layer.k, layer.v, layer, fp8=False)
-    chosen = _weighted(layer, centred=True)
+    chosen = _weighted(layer)
     tensors = {"k": layer.k, "v": layer.v, "q": layer.q}
     kept = {kind: stored(tensors[kind], chosen[kind]) for kind in KINDS}
     for _ in range(SWEEPS):

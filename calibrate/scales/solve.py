@@ -20,7 +20,7 @@ def solve(statistics: Statistics, options: PolicyOptions) -> Scales:
 
     One row per tensor, or per KV head. Q is solved per KV head too (the query heads that read it together), because engines keep one q
     scale a KV head; it is written once for each query head. KV-shared readers get their target's k and v scale, MLA layers one scale for
-    latent and rotary key, which lie in one cache line. `mse` gives the heads of K one place in the octave, the layer's.
+    latent and rotary key, which lie in one cache line. `mse` gives the heads of K, and those of V, one place in the octave, the layer's.
 
     Raises:
         UsageError: the statistics hold infinity or NaN, or a scale is not a positive normal float32 (amax 0 gives 1.0 with a warning instead).
@@ -36,7 +36,7 @@ def solve(statistics: Statistics, options: PolicyOptions) -> Scales:
     fmt = FORMATS[options.number_format]
     scales[alive] = POLICIES[options.policy](Population(population.values, population.counts[alive]), fmt, options)
     if options.granularity == "head" and options.policy == "mse":
-        _keys_in_one_place(scales, population, [(kind, len(counts)) for _, kind, counts in rows], options)
+        _in_one_place(scales, population, [(kind, len(counts)) for _, kind, counts in rows], options)
     solved, warnings, start = {}, [], 0
     for index, kind, counts in rows:
         part = slice(start, start + len(counts))
@@ -48,17 +48,18 @@ def solve(statistics: Statistics, options: PolicyOptions) -> Scales:
     return Scales(layers, options, statistics.layout, statistics.digest(), statistics.counted, statistics.provenance, tuple(warnings))
 
 
-def _keys_in_one_place(scales: np.ndarray, population: Population, sizes: list[tuple[str, int]], options: PolicyOptions) -> None:
-    """Give the heads of each K the scale of its layer, moved by whole octaves to their ranges, in place.
+def _in_one_place(scales: np.ndarray, population: Population, sizes: list[tuple[str, int]], options: PolicyOptions) -> None:
+    """Give the heads of each K and V the scale of its layer, moved by whole octaves to their ranges, in place.
 
     A head's own least error is a bad guide for K: where its channels stand far from zero (Qwen2's biases), most of that error is the same for all
-    tokens, which softmax does not see. Over all heads of a layer it is a good one, measured on real kernels (docs/scale-quality.md).
+    tokens, which softmax does not see. Over all heads of a layer it is a good one, and for V no worse, measured on real kernels
+    (docs/scale-quality.md).
 
     Args:
         scales: float64 [rows]. sizes: kind and number of rows of each tensor, in the order of the population's rows.
     """
     ends = np.cumsum([size for _, size in sizes])
-    parts = [slice(end - size, end) for (kind, size), end in zip(sizes, ends, strict=True) if kind == "k" and size > 1]
+    parts = [slice(end - size, end) for (kind, size), end in zip(sizes, ends, strict=True) if kind in ("k", "v") and size > 1]
     parts = [part for part in parts if population.counts[part][:, population.values > 0].any()]
     if not parts:
         return

@@ -31,16 +31,6 @@ def test_the_registry_knows_its_granularities():
     assert list(rows_for("tensor", ["mse", "mse per tensor", "amax"])) == ["mse", "amax"]
 
 
-def test_mixed_rows_take_each_kind_from_the_named_granularity(llama_statistics):
-    material = Material(llama_statistics, llama_statistics, "head")
-    head, tensor = material.solved(), material.solved(granularity="tensor")
-    mixed = ROWS["mse per head for v"].make(material)
-    for each, by_head, by_tensor in zip(mixed.layers, head.layers, tensor.layers, strict=True):
-        np.testing.assert_array_equal(each.k, np.repeat(by_tensor.k, len(by_head.k)))
-        np.testing.assert_array_equal(each.v, by_head.v)
-        np.testing.assert_array_equal(each.q, np.repeat(by_tensor.q, len(by_head.q)))
-
-
 def test_the_worst_phase_is_worse_than_any_and_the_best_as_good_as_mse(llama_statistics):
     material = Material(llama_statistics, llama_statistics, "tensor")
     worst, best = searched(material, element_error, worst=True), searched(material, element_error)

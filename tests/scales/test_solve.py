@@ -35,31 +35,33 @@ def test_per_head_the_query_heads_of_a_group_share_one_scale():
     statistics = planted()
     for layer in solve(statistics, PolicyOptions(granularity="head")).layers:
         seen = statistics.layers[layer.index]
-        whole, amax = alone(seen["k"].counts), statistics.values()[seen["k"].amax_codes]
-        assert layer.k.tolist() == [whole / 2 ** int(np.log2(amax.max() / each)) for each in amax]
-        assert layer.v.tolist() == [alone(seen["v"].counts[head : head + 1]) for head in range(2)]
+        for kind in ("k", "v"):
+            whole, amax = alone(seen[kind].counts), statistics.values()[seen[kind].amax_codes]
+            assert getattr(layer, kind).tolist() == [whole / 2 ** int(np.log2(amax.max() / each)) for each in amax]
         first, second = alone(seen["q"].counts[:2]), alone(seen["q"].counts[2:])  # heads 0 and 1 read KV head 0
         assert layer.q.tolist() == [first, first, second, second]
 
 
-def test_heads_of_k_share_a_place_in_the_octave_each_in_its_own_range():
+@pytest.mark.parametrize("kind", ["k", "v"])
+def test_heads_share_a_place_in_the_octave_each_in_its_own_range(kind):
     rng = np.random.default_rng(3)
     ranges = np.array([300.0, 1.0, 2.0**-12, 0.0])
     values = rng.uniform(-1, 1, size=(4, 40, 8)) * ranges[:, None, None]
     values[:, 0, 0] = ranges
     statistics = planted(layers=1, entries=[layer_entry(0, heads=4, kv_heads=4)])
-    statistics.layers[0]["k"] = observed_of(values)
+    statistics.layers[0][kind] = observed_of(values)
     scales = solve(statistics, PolicyOptions(granularity="head"))
     (layer,) = scales.layers
-    floors = 2.0 * statistics.values()[statistics.layers[0]["k"].amax_codes] / 448
-    whole = alone(statistics.layers[0]["k"].counts)
-    alive = layer.k[:3].astype(np.float64)
+    floors = 2.0 * statistics.values()[statistics.layers[0][kind].amax_codes] / 448
+    whole = alone(statistics.layers[0][kind].counts)
+    found = getattr(layer, kind)
+    alive = found[:3].astype(np.float64)
     assert (np.frexp(alive)[0] == np.frexp(whole)[0]).all()
     assert (alive >= floors[:3]).all()  # nothing up to margin * amax saturates
     assert (alive < 2 * floors[:3] * whole / floors.max()).all()  # and no head is further above its floor than an octave more than the layer is
-    assert layer.k[3] == 1.0
-    assert scales.warnings == ("K of layer 0, row 3, was zero everywhere: scale 1.0",)
-    assert len(set(np.frexp(layer.v)[0].tolist())) > 1  # V's heads choose by themselves
+    assert found[3] == 1.0
+    assert scales.warnings == (f"{kind.upper()} of layer 0, row 3, was zero everywhere: scale 1.0",)
+    assert len(set(np.frexp(layer.q)[0].tolist())) > 1  # Q chooses group by group
 
 
 def test_readers_of_another_layers_cache_get_its_scales_and_a_q_of_their_own():

@@ -2,7 +2,7 @@
 
     python benchmarks/policies_heldout.py MODEL... [--rows 32] [--length 1024] [--json FILE]
 
-Scales are solved on English documentation (`builtin`) and judged on source code (`builtin:code`), element by element, from code histograms:
+Scales are solved on English documentation (`builtin`) and judged on source code (`builtin:code`) or `--held-out`, element by element, from code histograms:
 exact for every policy without running the model again.
 
 Prediction, written first: the exact search gains 0.1 to 0.6 dB over amax/448 on K and V where no element saturates; a margin of 2 costs the
@@ -11,6 +11,7 @@ search nothing (E4M3's relative error repeats every octave) and removes nearly a
 
 import argparse
 import json
+import re
 import tempfile
 from pathlib import Path
 
@@ -38,7 +39,8 @@ POLICIES = [
 
 def collected(model: str | None, data: str, rows_wanted: int, length: int, cache: Path) -> Statistics:
     """Statistics of a model on a corpus, kept between runs."""
-    path = cache / f"{Path(model or 'default').name}-{data.replace(':', '-')}-{rows_wanted}x{length}.safetensors"
+    text = re.sub(r"[^\w.]", "-", data)
+    path = cache / f"{Path(model or 'default').name}-{text}-{rows_wanted}x{length}.safetensors"
     if not path.exists():
         options = JobOptions(model=model, data=data, samples=rows_wanted, sequence_length=length)
         source = open_source(options)
@@ -67,6 +69,7 @@ def judged(calibration: Statistics, held_out: Statistics, options: dict | None) 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", help="checkpoint folders; none: the embedded default")
+    parser.add_argument("--held-out", default="builtin:code", help="as for --data of `kv-calibrate collect`")
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir()))
@@ -75,7 +78,7 @@ def main() -> None:
     console, everything = Console(), {}
     for model in asked.models or [None]:
         calibration = collected(model, "builtin", asked.rows, asked.length, asked.cache)
-        held_out = collected(model, "builtin:code", asked.rows, asked.length, asked.cache)
+        held_out = collected(model, asked.held_out, asked.rows, asked.length, asked.cache)
         name = Path(model).name if model else "SmolLM2-135M-Instruct"
         title = f"{name}: {calibration.counted['tokens']:,} tokens, held out {held_out.counted['tokens']:,}"
         table = Table("policy", *(f"{kind} dB mean / least (layers saturating, most)" for kind in "KVQ"), title=title)

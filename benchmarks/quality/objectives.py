@@ -1,8 +1,8 @@
 """Scales by the error of attention's output after the output projection, computed as FP8 kernels do: a hook of run.py.
 
 `--hook benchmarks/quality/objectives.py`. Keys, values and queries of some rows of the calibration text are kept whole, layer by layer; every scale
-is then chosen from one octave above 2·amax/448, per tensor or per KV head, in turns over k, q and v. The best row that was measured, and too dear for
-the default (docs/scale-quality.md).
+is then chosen from one octave above 2·amax/448, per tensor or per KV head, in turns over k, q and v. The best of most rows on FLASH_ATTN, and too
+dear for the default (docs/scale-quality.md).
 """
 
 from collections.abc import Callable, Iterator
@@ -109,7 +109,7 @@ def _weighted(layer: Layer) -> dict[str, float]:
 
 
 def _attention_output(layer: Layer) -> dict[str, float]:
-    """Coordinate descent over k, q and v from the weighted objective's scales."""
+    """Coordinate descent over k, q and v from `_weighted`'s scales."""
     gram = torch.einsum("ohgd,ohge->hgde", layer.output, layer.output)
     right = _attend(layer.q, layer.k, layer.v, layer, fp8=False)
     chosen = _weighted(layer)

@@ -36,6 +36,8 @@ def write_folded(source: SourceCheckpoint, fold: Fold, parts: dict[int, Parts], 
             target.parent.mkdir(parents=True, exist_ok=True)
             if name in files:
                 _rewrite(real, source.headers[name], target, change)
+            elif name == "config.json":
+                shutil.copy2(real, target)  # people edit it: not the original's too
             else:
                 link(real, target)
         fold.save(making / FOLD_FILE)

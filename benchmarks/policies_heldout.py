@@ -2,8 +2,8 @@
 
     python benchmarks/policies_heldout.py MODEL... [--rows 32] [--length 1024] [--json FILE]
 
-Scales are solved on English documentation (`builtin`) and judged on source code (`builtin:code`) or `--held-out`, element by element, from code histograms:
-exact for every policy without running the model again.
+Scales are solved on English documentation (`builtin`) and judged on source code (`builtin:code`) or `--held-out`, element by element, from code
+histograms: exact for every policy without running the model again.
 
 Prediction, written first: the exact search gains 0.1 to 0.6 dB over amax/448 on K and V where no element saturates; a margin of 2 costs the
 search nothing (E4M3's relative error repeats every octave) and removes nearly all saturation; per head adds about 0.1 dB.

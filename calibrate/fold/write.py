@@ -1,4 +1,4 @@
-"""Folded weights on disk: shards with changed tensors are rewritten tensor by tensor, everything else is linked."""
+"""Folded weights on disk: shards with changed tensors are rewritten tensor by tensor, config.json is copied, everything else is linked."""
 
 import json
 import shutil

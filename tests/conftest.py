@@ -26,6 +26,11 @@ def rows_corpus(lengths: list[int], seed: int = 0, vocab: int = VOCAB, documents
     return Corpus(samples, max(owners) + 1, f"rows-{seed}-{lengths}", {"sources": [{"data": "rows"}], "seed": seed})
 
 
+def pytest_make_parametrize_id(config, val, argname):
+    """Bytes by their length: a test's name that holds content (a time of packing, say) differs between xdist's workers, which ends the run."""
+    return f"{argname} of {len(val)} bytes" if isinstance(val, bytes) else None
+
+
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory) -> Path:
     """A tiny bf16 Llama checkpoint with grouped-query attention. Read only."""

@@ -4,7 +4,10 @@ The same held-out rows and the same needles through every format that vLLM lists
 name in `calibrate.lowbit`. Each is compared with the 16-bit cache of its own engine (vLLM: of its own attention backend). FP8 runs at scale 1.0.
 What does not start is kept as its error text. One file a model, rewritten after every session.
 
-usage: python benchmarks/gpu/lowbit_serving.py --out DIR [--model NAME …] [--quick]
+`--sdpa` lets TurboQuant run where FlashAttention 2, to which vLLM binds it, does not: in these sessions alone, prompts of the TurboQuant layers and
+everything in the four 16-bit layers attend by torch's scaled_dot_product_attention (sdpa_session_child.py). Their backend then reads "…, SDPA".
+
+usage: python benchmarks/gpu/lowbit_serving.py --out DIR [--model NAME …] [--only turboquant --sdpa] [--quick]
 """
 
 import argparse
@@ -101,10 +104,12 @@ def through_vllm(model: Path, dtype: str, backend: str | None, gpu: int, load: L
         if backend is not None:
             job["attention_backend"] = backend
     env = engine_env(1, cuda) | {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"} | ({"CUDA_VISIBLE_DEVICES": str(gpu)} if cuda else {})
-    with conversation("calibrate.engines.vllm_session_child", {"arguments": job}, 300, env) as child:
+    sdpa = arguments.sdpa and dtype.startswith("turboquant_")
+    module = "benchmarks.gpu.sdpa_session_child" if sdpa else "calibrate.engines.vllm_session_child"
+    with conversation(module, {"arguments": job}, 300, env) as child:
         hello = child.hello
         layers = [record for records in hello["ranks"] for record in records if record["caches"]]
-        flash = "".join(f" (FA{number})" for number in sorted({record["flash"] for record in layers} - {None}))
+        flash = ", SDPA" if sdpa else "".join(f" (FA{number})" for number in sorted({record["flash"] for record in layers} - {None}))
         held = sorted({f"{record['kv_cache_dtype']} ({record['cache_dtype']})" for record in layers})
         info = EngineInfo(
             engine="vllm",
@@ -238,6 +243,7 @@ def main() -> None:
     parser.add_argument("--model", nargs="+", default=["SmolLM2-135M-Instruct", "Qwen2.5-Coder-0.5B-Instruct"], help="folders in --models")
     parser.add_argument("--engine", nargs="+", default=["vllm", "transformers"], choices=["vllm", "transformers"])
     parser.add_argument("--only", nargs="+", help="sessions whose name holds one of these")
+    parser.add_argument("--sdpa", action="store_true", help="TurboQuant's sessions without FlashAttention 2")
     parser.add_argument("--work", type=Path, default=Path("/tmp/lowbit-serving"))
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--gpus", type=int, default=1, help="GPUs among which sessions are shared out")

@@ -30,7 +30,7 @@ PRESETS = ["turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turbo
 PER_TOKEN_HEAD = ["int8_per_token_head", "fp8_per_token_head", "int4_per_token_head"]
 CASES = [(name, dim, "bfloat16") for name in PRESETS + PER_TOKEN_HEAD for dim in (64, 128)]
 CASES += [(name, 64, "float16") for name in ("turboquant_k8v4", "turboquant_3bit_nc", "int4_per_token_head")]
-BLOCKS = [12, 5, 129, 1, 1]  # the first, one that the decode kernel reads, one before which the cache is dequantized, two decoded tokens
+BLOCKS = [9, 3, 129, 1]  # the first, one that the decode kernel reads, one before which the cache is dequantized, a decoded token
 PROMPTS = [("turboquant_3bit_nc", 64, "float32"), ("turboquant_k8v4", 64, "bfloat16")]
 
 
@@ -192,7 +192,7 @@ def test_turboquants_backend_over_a_prompt_in_blocks(kernels, case, model, monke
         read = [each[0] for each in cache.update(key.unsqueeze(0), value.unsqueeze(0), 2)]
         visible = torch.arange(end) <= torch.arange(start, end).unsqueeze(1)
         wanted = attend(states(found, "query")[:, start:end], *read, visible)
-        most, usual = (0.05, 0.003) if case[2] == "bfloat16" else (0.01, 2e-4) if block > 128 else (2e-5, 2e-6)
+        most, usual = (0.05, 0.003) if case[2] == "bfloat16" else (0.02, 5e-4) if block > 128 else (2e-5, 2e-6)
         off = apart(found["answer"][start:end].transpose(0, 1), wanted)
         assert off[0] < most
         assert off[1] < usual

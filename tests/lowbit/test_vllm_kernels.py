@@ -19,7 +19,7 @@ from benchmarks.gpu.sdpa_session_child import varlen_attention
 from calibrate.engines.host import vllm_distribution
 from calibrate.errors import HostError
 from calibrate.kvarn.hadamard import rotate
-from calibrate.lowbit import LowBitCache, Placement, make_format, turboquant
+from calibrate.lowbit import LowBitCache, Placement, make_format
 from calibrate.lowbit.integer import transform
 from calibrate.model import probe_layout
 from tests.lowbit.packing import unpack
@@ -95,10 +95,6 @@ def our_format(case: tuple):
     return replace(fmt, transformed_type=getattr(torch, case[2])) if case[0].startswith("int4") else fmt
 
 
-def use_levels(monkeypatch, levels: torch.Tensor) -> None:
-    monkeypatch.setattr(turboquant, "_levels", lambda bits, dim, device: levels)
-
-
 @pytest.mark.vllm
 @of(PRESETS)
 def test_turboquant_values_are_the_same_bits(kernels, case):
@@ -124,11 +120,10 @@ def test_turboquant_fp8_keys_are_the_same_bits(kernels, case):
 
 @pytest.mark.vllm
 @of(PRESETS[1:])
-def test_turboquant_keys_are_the_same_bits_on_vllms_levels(kernels, case, monkeypatch):
+def test_turboquant_keys_are_the_same_bits(kernels, case):
     """Every code and every norm; the dequantizing kernel rounds the rotated keys to fp16, ours stay in float32."""
     found, fmt, dim = kernels[case], make_format(case[0]), case[1]
     key, size = states(found, "key"), dim * fmt.key_bits // 8
-    use_levels(monkeypatch, found["levels"])
     ours, stored = fmt.encode_key(key), found["stored"].numpy()
     assert torch.equal(codes_of(stored[..., :size], fmt.key_bits), ours.codes)
     assert torch.equal(half(stored[..., size : size + 2]), ours.norm)
@@ -156,11 +151,9 @@ def test_per_token_head_is_the_same_bits(kernels, case):
 
 @pytest.mark.vllm
 @of(PRESETS + PER_TOKEN_HEAD)
-def test_attention_over_the_cache(kernels, case, monkeypatch):
+def test_attention_over_the_cache(kernels, case):
     """vLLM's decode kernel (TurboQuant) or unified attention, one float32 query over its own cache: softmax attention over what ours reads."""
     found, fmt = kernels[case], our_format(case)
-    if case[0] in PRESETS[1:]:
-        use_levels(monkeypatch, found["levels"])
     key, value = fmt.key(states(found, "key"), 0, 0), fmt.value(states(found, "value"), 0, 0)
     query = found["query"].transpose(0, 1)  # [heads, 1, dim]
     answer = found["answer"].unsqueeze(1)
@@ -175,15 +168,13 @@ def model():
 
 @pytest.mark.vllm
 @pytest.mark.parametrize("case", PROMPTS, ids=str)
-def test_turboquants_backend_over_a_prompt_in_blocks(kernels, case, model, monkeypatch):
+def test_turboquants_backend_over_a_prompt_in_blocks(kernels, case, model):
     """Blocks through `TurboQuantAttentionImpl`, flash_attn replaced, and through our cache: what each token attends to, and how it is stored.
 
     In float32 they agree to 2e-5, but for the block of more than 128 tokens, before which vLLM dequantizes the cache to fp16. In bfloat16 outputs,
     and of longer blocks probabilities, are rounded to it.
     """
     found, config = kernels["prompt", *case], model.config.get_text_config(decoder=True)
-    if case[0] in PRESETS[1:]:
-        use_levels(monkeypatch, found["levels"])
     cache = LowBitCache(config, Placement(probe_layout(model), make_format(case[0]), torch.bfloat16, config))
     start = 0
     for block in BLOCKS:

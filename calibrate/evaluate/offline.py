@@ -22,7 +22,6 @@ from calibrate.progress import meter, note
 from calibrate.statistics import CACHE_DTYPES
 
 CODEBOOK_BITS = 2
-_NEEDS_TABLES = ("+prescale", "+mean", "+channel")
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ def prepare_offline(engine: TransformersEngine, checkpoint: Path, names: tuple[s
     description: dict[str, Any] = {"text": {"digest": text.digest, **text.description}}
     faults: dict[str, str] = {}
     tables = codebooks = None
-    if any(name.endswith(_NEEDS_TABLES) for name in names):
+    if any("+" in name for name in names):
         tables = read_tables(checkpoint)
         description["tables"] = "the checkpoint's" if tables is not None else "of the text above"
         tables = tables or _tables(engine, text)

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from calibrate.errors import UsageError
+from calibrate.kvarn.basis import NAMES, key_basis
 from calibrate.kvarn.hadamard import rotate
 from calibrate.kvarn.tables import KindTable, KVarNTables, LayerTable
 from calibrate.statistics import Statistics
@@ -34,7 +35,7 @@ def variance_tables(statistics: Statistics) -> KVarNTables:
         except ValueError as error:
             raise UsageError(f"no document is longer than {SKIPPED_TOKENS} tokens, which KVarN leaves in 16 bits: give longer ones") from error
         tokens = int(k.tokens[0])
-        layers.append(LayerTable(entry["index"], entry["module"], _kind_table(k), _kind_table(v), sensitivity(k, q)))
+        layers.append(LayerTable(entry["index"], entry["module"], _kind_table(k), _kind_table(v), key_basis(k, q, TARGET_STD)))
     return KVarNTables(tuple(layers), SKIPPED_TOKENS, tokens, _standing_out(layers), statistics.digest())
 
 
@@ -55,16 +56,6 @@ def _prescale(rotated_variance: np.ndarray) -> np.ndarray:
     return np.exp2(np.clip(exponent, -100, 100)).astype(np.float32)
 
 
-def sensitivity(k: Second, q: Second) -> float:
-    """√ of the mean over heads of tr(E[q qᵀ] Cov(k)) / head_dim: the standard deviation of a logit q·(k − mean) / √head_dim.
-
-    K's mean shifts every logit of a query alike, which softmax ignores. Models with another softmax scale have it in every layer, so that
-    the order of the layers stays.
-    """
-    products = np.einsum("hij,hij->h", q.second_moment, k.covariance) / k.mean.shape[1]
-    return float(np.sqrt(max(0.0, products.mean())))
-
-
 def _standing_out(layers: list[LayerTable]) -> tuple[int, ...]:
     values = np.array([layer.sensitivity for layer in layers])
     return tuple(layer.index for layer in layers if layer.sensitivity > _STANDS_OUT * np.median(values))
@@ -80,6 +71,7 @@ def as_dict(tables: KVarNTables) -> dict[str, Any]:
             {
                 "index": layer.index,
                 "sensitivity": layer.sensitivity,
+                "logit_noise": dict(zip(NAMES, layer.basis.noise.T.tolist(), strict=True)),
                 **{
                     kind: {
                         "prescale": table.prescale.tolist(),

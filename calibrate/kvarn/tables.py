@@ -8,9 +8,11 @@ import numpy as np
 
 from calibrate.artefact import read_tensors, write_tensors
 from calibrate.errors import UsageError
+from calibrate.kvarn.basis import NAMES, KeyBasis
 
-SCHEMA = "kv-calibrate/kvarn-tables/1"
+SCHEMA = "kv-calibrate/kvarn-tables/2"
 _FIELDS = ("mean", "variance", "rotated_variance", "prescale")
+_BASIS = ("smooth", "balanced", "noise")
 
 
 @dataclass(frozen=True)
@@ -32,18 +34,18 @@ class KindTable:
 
 @dataclass(frozen=True)
 class LayerTable:
-    """The tables of one layer that writes a cache.
-
-    Attributes:
-        sensitivity: standard deviation of an attention logit that comes from K's deviations from their mean, before the softmax
-            (`solve.sensitivity`). Noise in K that is proportional to its spread moves logits in proportion to this.
-    """
+    """The tables of one layer that writes a cache. basis: in which keys can be stored."""
 
     index: int
     module: str
     k: KindTable
     v: KindTable
-    sensitivity: float
+    basis: KeyBasis
+
+    @property
+    def sensitivity(self) -> float:
+        """How much noise of K moves this layer's logits under KVarN's rotation: root mean square of `KeyBasis.noise` over its heads."""
+        return float(np.sqrt(np.square(self.basis.noise[:, NAMES.index("rotated")]).mean()))
 
 
 @dataclass(frozen=True)
@@ -68,14 +70,14 @@ class KVarNTables:
         return next(layer for layer in self.layers if layer.index == index)
 
     def save(self, path: Path) -> None:
-        """Write as safetensors: `layers.N.{k,v}.{mean,variance,rotated_variance,prescale}` and `layers.N.sensitivity`."""
+        """Write as safetensors: `layers.N.{k,v}.{mean,variance,rotated_variance,prescale}` and `layers.N.k.{smooth,balanced,noise}`."""
         tensors = {
             f"layers.{layer.index}.{kind}.{field}": getattr(getattr(layer, kind), field)
             for layer in self.layers
             for kind in ("k", "v")
             for field in _FIELDS
         }
-        tensors |= {f"layers.{layer.index}.sensitivity": np.array([layer.sensitivity]) for layer in self.layers}
+        tensors |= {f"layers.{layer.index}.k.{field}": getattr(layer.basis, field) for layer in self.layers for field in _BASIS}
         write_tensors(path, tensors, self._header())
 
     def _header(self) -> dict[str, Any]:
@@ -107,4 +109,10 @@ def _layer(tensors: dict[str, np.ndarray], index: int, module: str) -> LayerTabl
             raise ValueError(f"layer {index} has tables of different shapes")
         if table.prescale.shape != table.mean.shape[:1] or not (np.isfinite(table.prescale) & (table.prescale > 0)).all():
             raise ValueError(f"layer {index} has a prescale that is no positive number a head")
-    return LayerTable(index, module, *kinds, sensitivity=float(tensors[f"layers.{index}.sensitivity"][0]))
+    basis = KeyBasis(*(tensors[f"layers.{index}.k.{field}"] for field in _BASIS))
+    heads, dim = kinds[0].mean.shape
+    if (basis.smooth.shape, basis.balanced.shape, basis.noise.shape) != ((heads, dim), (heads, dim, dim), (heads, len(NAMES))):
+        raise ValueError(f"layer {index} has bases of another shape than its keys")
+    if not (np.isfinite(basis.smooth) & (basis.smooth > 0)).all() or not np.isfinite(basis.balanced).all():
+        raise ValueError(f"layer {index} has a basis that is not finite")
+    return LayerTable(index, module, *kinds, basis)

@@ -38,6 +38,7 @@ class LowBitFormat(ABC):
         name: in the registry. source: paper or code that it follows.
         key_window, value_window: which tokens it quantizes.
         skip_ends: layers at either end that stay in 16 bits (dense models only). skip_sliding: sliding-window layers stay in 16 bits.
+        kept_layers: indices of further layers that stay in 16 bits.
         own_exact_above: a block of more new tokens than this attends to its own tokens in 16 bits, as does the first block whatever its size;
             they are quantized after it. None: a block attends to its own tokens as they are stored.
         latent: whether it can hold latents of multi-head latent attention.
@@ -50,6 +51,7 @@ class LowBitFormat(ABC):
     value_window: Window = field(default_factory=Window)
     skip_ends: int = 0
     skip_sliding: bool = False
+    kept_layers: frozenset[int] = frozenset()
     own_exact_above: int | None = None
     latent: bool = False
     digest: str | None = None

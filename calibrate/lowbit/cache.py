@@ -29,7 +29,7 @@ class Placement:
             raise UsageError(f"{fmt.name} cannot store the latents of multi-head latent attention: choose fp8_e4m3 or fp8_e5m2")
         depth = config.num_hidden_layers if len(layout.layers) == config.num_hidden_layers else None  # hybrids have layers without attention
         windows = {layer.index: layer.sliding_window is not None for layer in writing}
-        exact = sixteen_bit_layers(fmt.skip_ends, fmt.skip_sliding, windows, depth)
+        exact = sixteen_bit_layers(fmt.skip_ends, fmt.skip_sliding, windows, depth) | (fmt.kept_layers & set(windows))
         fmt.check([layer for layer in writing if layer.index not in exact])
         self.fmt, self.cache_dtype = fmt, cache_dtype
         self.passing = {index for index, sliding in windows.items() if sliding} - exact

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import get_args
 
 from calibrate.errors import UsageError
 from calibrate.kvarn import KVarNTables
@@ -11,7 +12,7 @@ from calibrate.lowbit.fp8 import Fp8, Fp8PerTokenHead
 from calibrate.lowbit.gear import gear
 from calibrate.lowbit.integer import Int4PerTokenHead, Int8PerTokenHead
 from calibrate.lowbit.kivi import kivi
-from calibrate.lowbit.kvarn import kvarn
+from calibrate.lowbit.kvarn import Uses, kvarn
 from calibrate.lowbit.turboquant import turboquant
 from calibrate.lowbit.turboquant_paper import turboquant_paper
 from calibrate.scales import Scales
@@ -61,7 +62,7 @@ FORMATS: dict[str, Callable[[Offline], LowBitFormat]] = {
 }
 for _key_bits, _value_bits in ((4, 4), (4, 2), (2, 2)):
     for _group in (128, 64):
-        for _uses in ("", "prescale", "mean", "channel"):
+        for _uses in get_args(Uses):
             _name = f"kvarn_k{_key_bits}v{_value_bits}_g{_group}" + (f"+{_uses}" if _uses else "")
             FORMATS[_name] = lambda offline, setting=(_key_bits, _value_bits, _group, _uses): kvarn(*setting, offline.tables)
 

@@ -10,13 +10,14 @@ import torch
 from calibrate.artefact import sha256_bytes
 from calibrate.errors import UsageError
 from calibrate.kvarn import KindTable, KVarNTables
+from calibrate.kvarn.basis import KeyBasis
 from calibrate.kvarn.hadamard import rotate
 from calibrate.kvarn.tile import QuantizedTile, quantize
 from calibrate.lowbit import sizes
 from calibrate.lowbit.base import LowBitFormat, Window
 from calibrate.model import AttentionLayer
 
-Uses = Literal["", "prescale", "mean", "channel"]
+Uses = Literal["", "prescale", "mean", "channel", "smooth", "balanced", "layers"]
 SINK = 128
 _SOURCE = "arXiv 2606.03458, its reference: Hadamard, 8 rounds of VarN, asymmetric rounding, fp16 scales"
 _LEAST_SHARE = 1e-3  # of a head's deviation that a channel is counted with, at least
@@ -24,10 +25,16 @@ _LEAST_SHARE = 1e-3  # of a head's deviation that a channel is counted with, at 
 
 @dataclass(frozen=True)
 class Static:
-    """What tables say of one layer's K or V. rotated = (x − mean) rotated · scale. mean: [kv_heads, 1, dim]. scale: [kv_heads, 1, 1 or dim]."""
+    """What tables say of one layer's K or V: stored = ((x − mean) @ before, rotated) · scale.
+
+    Attributes:
+        mean: [kv_heads, 1, dim]. scale: [kv_heads, 1, 1 or dim]. before, after: a matrix [kv_heads, dim, dim] and its inverse, or None.
+    """
 
     mean: torch.Tensor
     scale: torch.Tensor
+    before: torch.Tensor | None = None
+    after: torch.Tensor | None = None
 
     @classmethod
     def of(cls, table: KindTable, uses: Uses) -> "Static":
@@ -41,8 +48,27 @@ class Static:
             scale = scale * torch.where(usual > 0, even, torch.ones_like(even))
         return cls(mean[:, None].to(torch.float32), scale[:, None].to(torch.float32))
 
+    @classmethod
+    def with_basis(cls, basis: KeyBasis, uses: Uses) -> "Static":
+        """smooth: channels are scaled before the rotation. balanced: keys go into the balanced basis."""
+        before = torch.from_numpy(basis.balanced).double() if uses == "balanced" else torch.diag_embed(torch.from_numpy(basis.smooth).double())
+        heads, dim = basis.smooth.shape
+        matrices = before.to(torch.float32), torch.linalg.inv(before).to(torch.float32)
+        return cls(torch.zeros(heads, 1, dim), torch.ones(heads, 1, 1), *matrices)
+
     def to(self, device: torch.device) -> "Static":
-        return Static(self.mean.to(device), self.scale.to(device))
+        return Static(*(None if part is None else part.to(device) for part in (self.mean, self.scale, self.before, self.after)))
+
+    def apply(self, tiles: torch.Tensor) -> torch.Tensor:
+        """Of [batch, kv_heads, groups, group, dim]. Groups are multiplied one by one: what a token becomes depends on no other group."""
+        centred = tiles - self.mean[:, None]
+        turned = centred if self.before is None else centred @ self.before[:, None]
+        return rotate(turned) * self.scale[:, None]
+
+    def undo(self, tiles: torch.Tensor) -> torch.Tensor:
+        """The way back."""
+        turned = rotate(tiles / self.scale[:, None])
+        return (turned if self.after is None else turned @ self.after[:, None]) + self.mean[:, None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,22 +95,25 @@ class KVarN(LowBitFormat):
                     raise UsageError(f"the KVarN tables have {found} {kind} heads and channels in layer {layer.index}: they are of another model")
 
     def _of(self, layer: int, kind: str, device: torch.device) -> Static | None:
-        if self.tables is None:
+        in_basis = self.uses in ("smooth", "balanced")
+        if self.tables is None or self.uses == "layers" or (in_basis and kind == "v"):
             return None
         if (layer, kind) not in self._static:
-            self._static[layer, kind] = Static.of(getattr(self.tables[layer], kind), self.uses).to(device)
+            table = self.tables[layer]
+            made = Static.with_basis(table.basis, self.uses) if in_basis else Static.of(getattr(table, kind), self.uses)
+            self._static[layer, kind] = made.to(device)
         return self._static[layer, kind]
 
     def encode(self, tile: torch.Tensor, kind: str, static: Static | None) -> QuantizedTile:
         """Of [batch, kv_heads, tokens, dim]: tiles [batch, kv_heads, groups, dim, group] of K, [..., groups, group, dim] of V."""
-        rotated = rotate(tile) if static is None else rotate(tile - static.mean) * static.scale
-        tiles = rotated.unflatten(-2, (-1, self.group))
-        return quantize(tiles.mT if kind == "k" else tiles, self.key_bits if kind == "k" else self.value_bits)
+        tiles = tile.unflatten(-2, (-1, self.group))
+        rotated = rotate(tiles) if static is None else static.apply(tiles)
+        return quantize(rotated.mT if kind == "k" else rotated, self.key_bits if kind == "k" else self.value_bits)
 
     def decode(self, stored: QuantizedTile, kind: str, static: Static | None) -> torch.Tensor:
         tiles = stored.dequantize()
-        rotated = (tiles.mT if kind == "k" else tiles).flatten(-3, -2)
-        return rotate(rotated) if static is None else rotate(rotated / static.scale) + static.mean
+        rotated = tiles.mT if kind == "k" else tiles
+        return (rotate(rotated) if static is None else static.undo(rotated)).flatten(-3, -2)
 
     def key(self, tile: torch.Tensor, layer: int, start: int) -> torch.Tensor:
         static = self._of(layer, "k", tile.device)
@@ -106,6 +135,9 @@ def kvarn(key_bits: int, value_bits: int, group: int, uses: Uses = "", tables: K
     name = f"kvarn_k{key_bits}v{value_bits}_g{group}" + (f"+{uses}" if uses else "")
     if uses and tables is None:
         raise UsageError(f"{name} reads KVarN tables and none were given")
+    kept = frozenset(tables.sixteen_bit_layers) if uses == "layers" else frozenset()
+    if uses == "layers" and not kept:
+        raise UsageError(f"the KVarN tables propose no layer for 16 bits: {name} is the same as {name.removesuffix('+layers')}")
     window = Window(group=group, sink=SINK)
     return KVarN(
         name=name,
@@ -118,11 +150,13 @@ def kvarn(key_bits: int, value_bits: int, group: int, uses: Uses = "", tables: K
         key_window=window,
         value_window=window,
         skip_sliding=True,
+        kept_layers=kept,
         own_exact_above=0,
         digest=_digest(tables) if uses and tables else None,
     )
 
 
 def _digest(tables: KVarNTables) -> str:
-    kinds = [getattr(layer, kind) for layer in tables.layers for kind in ("k", "v")]
-    return sha256_bytes(*(part.tobytes() for each in kinds for part in (each.mean, each.variance, each.rotated_variance, each.prescale)))
+    parts = [getattr(layer, kind) for layer in tables.layers for kind in ("k", "v")] + [layer.basis for layer in tables.layers]
+    arrays = [array.tobytes() for part in parts for array in vars(part).values()]
+    return sha256_bytes(*arrays, str(tables.sixteen_bit_layers).encode())

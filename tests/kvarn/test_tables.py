@@ -75,8 +75,8 @@ def test_tables_are_what_a_slow_path_finds_token_by_token(llama, tables):
         assert (np.exp2(np.round(np.log2(table.prescale))) == table.prescale).all()
 
 
-def test_sensitivity_is_the_spread_of_real_logits(llama, tables):
-    """Q and K of one layer caught by hand: the logits of all pairs of counted tokens, K's mean taken off."""
+def test_sensitivity_is_what_noise_in_rotated_keys_does_to_real_queries(llama, tables):
+    """Q and K of one layer caught by hand and rotated: each channel's noise as large as its deviation, times what queries have there."""
     from calibrate.model.attention import watched_attention
 
     run = collect_run(llama, rows_corpus(LONG), tokens_per_batch=256)
@@ -91,9 +91,10 @@ def test_sensitivity_is_the_spread_of_real_logits(llama, tables):
         for sample in run.corpus.samples:
             run.model(torch.from_numpy(sample.tokens.astype(np.int64))[None], use_cache=False)
     query, key = (torch.cat([pair[place] for pair in seen], dim=1) for place in (0, 1))
-    key = key - key.mean(dim=1, keepdim=True)
-    logits = query.unflatten(0, (len(key), -1)) @ key[:, None].transpose(2, 3) / key.shape[2] ** 0.5
-    assert tables[2].sensitivity == pytest.approx(float(logits.square().mean().sqrt()), rel=0.02)
+    rotation = torch.from_numpy(_sylvester(key.shape[2]))
+    reach = (query @ rotation).square().unflatten(0, (len(key), -1)).mean(dim=(1, 2))  # [kv_heads, dim]
+    noise = (reach * (key @ rotation).var(dim=1)).sum(dim=1) / key.shape[2]
+    assert tables[2].sensitivity == pytest.approx(float(noise.mean().sqrt()), rel=0.02)
 
 
 def test_merged_statistics_give_the_same_tables_in_any_order(llama, statistics, tmp_path):
@@ -128,6 +129,8 @@ def test_file_and_checkpoint_hold_the_same_tables(calibrated, tables, tmp_path):
     for one, other in zip(read.layers, tables.layers, strict=True):
         assert (one.index, one.module, one.sensitivity) == (other.index, other.module, other.sensitivity)
         np.testing.assert_array_equal(one.v.rotated_variance, other.v.rotated_variance)
+        for field in ("smooth", "balanced", "noise"):
+            np.testing.assert_array_equal(getattr(one.basis, field), getattr(other.basis, field))
 
 
 @pytest.mark.vllm
@@ -198,3 +201,4 @@ def test_commands(llama, tmp_path):
     assert CliRunner().invoke(main, ["kvarn", stats, "-o", str(output)]).exit_code == 2  # it exists
     printed = json.loads(CliRunner().invoke(main, ["kvarn", stats, "--json"]).stdout)
     assert len(printed["layers"][0]["k"]["prescale"]) == 2
+    assert [len(heads) for heads in printed["layers"][0]["logit_noise"].values()] == [2] * 4

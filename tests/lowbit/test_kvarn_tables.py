@@ -6,12 +6,15 @@ import torch
 
 from calibrate.errors import UsageError
 from calibrate.kvarn import KindTable, KVarNTables, LayerTable
+from calibrate.kvarn.basis import KeyBasis, key_basis
 from calibrate.kvarn.hadamard import rotate
 from calibrate.lowbit import Offline, Placement, make_format
 from calibrate.model import probe_layout
+from calibrate.statistics.second import Second
 from tests.tiny import tiny_model
 
 HEADS, DIM = 2, 64
+PLAIN = KeyBasis(np.ones((HEADS, DIM), np.float32), np.broadcast_to(np.eye(DIM, dtype=np.float32), (HEADS, DIM, DIM)).copy(), np.zeros((HEADS, 4)))
 
 
 def small_values(tokens: int = 512, seed: int = 0) -> torch.Tensor:
@@ -31,7 +34,7 @@ def table_of(x: torch.Tensor, prescale: float) -> KindTable:
 
 def tables(prescale: float = 256.0, layers: int = 1) -> KVarNTables:
     table = table_of(small_values(seed=1), prescale)
-    return KVarNTables(tuple(LayerTable(index, f"layer {index}", table, table, 0.0) for index in range(layers)), 128, 512)
+    return KVarNTables(tuple(LayerTable(index, f"layer {index}", table, table, PLAIN) for index in range(layers)), 128, 512)
 
 
 def error(name: str, x: torch.Tensor, given: KVarNTables | None = None) -> float:
@@ -66,10 +69,64 @@ def test_static_scale_of_a_dead_channel_and_a_dead_head_is_finite():
     x[0, 0, :, 3] = 0.0
     x[0, 1] = 0.0
     table = table_of(x, 4.0)
-    given = KVarNTables((LayerTable(0, "layer 0", table, table, 0.0),), 128, 512)
+    given = KVarNTables((LayerTable(0, "layer 0", table, table, PLAIN),), 128, 512)
     fmt = make_format("kvarn_k2v2_g128+channel", Offline(tables=given))
     assert torch.isfinite(fmt.key(x, 0, 0)).all()
     assert fmt.value(x, 0, 0)[0, 1].abs().max() == 0
+
+
+def keys_and_queries(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys with a few outlier channels and a direction that many channels share; queries that hardly read them: [1, HEADS, 512, DIM] each."""
+    generator = torch.Generator().manual_seed(seed)
+    key, query = (torch.randn(1, HEADS, 512, DIM, generator=generator) for _ in range(2))
+    shared = torch.randn(1, HEADS, 512, 1, generator=generator) * torch.randn(DIM, generator=torch.Generator().manual_seed(9))
+    size = torch.ones(DIM)
+    size[::16] = 20
+    return (key + 3 * shared) * size, query / size
+
+
+def second(x: torch.Tensor) -> Second:
+    vectors = x[0].double()
+    covariance = torch.stack([torch.cov(head.T, correction=0) for head in vectors])
+    return Second(np.full(HEADS, vectors.shape[1]), vectors.mean(dim=1).numpy(), covariance.numpy())
+
+
+def test_bases_make_logits_more_exact_and_leave_values_alone():
+    """Tables come from other tokens than they are tried on. Without outliers there is nothing to gain but the shared direction."""
+    table = table_of(small_values(), 1.0)
+    given = Offline(tables=KVarNTables((LayerTable(0, "layer 0", table, table, key_basis(*map(second, keys_and_queries(1)), 4.0)),), 128, 512))
+    key, query = keys_and_queries(2)
+    errors = {}
+    for uses in ("", "+smooth", "+balanced"):
+        fmt = make_format(f"kvarn_k2v2_g128{uses}", given)
+        errors[uses] = float(((fmt.key(key, 0, 128) - key) @ query.mT).square().mean())
+        assert torch.equal(fmt.value(key, 0, 128), make_format("kvarn_k2v2_g128").value(key, 0, 128))
+    assert errors["+smooth"] < 0.25 * errors[""]
+    assert errors["+balanced"] < 0.5 * errors["+smooth"]
+
+
+@pytest.mark.parametrize("uses", ["mean", "channel", "smooth", "balanced"])
+def test_a_group_is_stored_alike_whatever_is_stored_with_it(uses):
+    table = table_of(small_values(seed=1), 256.0)
+    basis = key_basis(*map(second, keys_and_queries(1)), 4.0)
+    fmt = make_format(f"kvarn_k4v2_g64+{uses}", Offline(tables=KVarNTables((LayerTable(0, "layer 0", table, table, basis),), 128, 512)))
+    for convert, x in ((fmt.key, keys_and_queries(2)[0]), (fmt.value, small_values())):
+        together = convert(x, 0, 128)
+        assert torch.equal(together, torch.cat([convert(part, 0, 128) for part in x.split(64, dim=2)], dim=2))
+
+
+def test_layers_that_the_tables_propose_stay_in_16_bits():
+    with pytest.raises(UsageError, match="propose no layer for 16 bits: kvarn_k2v2_g128\\+layers is the same as kvarn_k2v2_g128"):
+        make_format("kvarn_k2v2_g128+layers", Offline(tables=tables()))
+    model = tiny_model("llama")
+    layout, heads, dim = probe_layout(model), 2, 32
+    table = KindTable(*(np.ones((heads, dim)),) * 3, np.ones(heads, np.float32))
+    basis = KeyBasis(np.ones((heads, dim), np.float32), np.ones((heads, dim, dim), np.float32), np.ones((heads, 4)))
+    given = KVarNTables(tuple(LayerTable(index, "", table, table, basis) for index in range(3)), 128, 512, sixteen_bit_layers=(1,))
+    fmt = make_format("kvarn_k2v2_g128+layers", Offline(tables=given))
+    assert Placement(layout, fmt, torch.bfloat16, model.config).whole == {0, 2}
+    key = torch.randn(1, heads, 128, dim, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(fmt.key(key, 0, 128), make_format("kvarn_k2v2_g128").key(key, 0, 128))
 
 
 def test_bytes_do_not_grow_and_digests_differ():

@@ -8,12 +8,13 @@ from rich.text import Text
 
 from calibrate.cli_options import as_json, device, new_folder, recipe, row_options, trust_remote_code
 
-fold_option = click.option("--fold", help="Fold the weights first: turn, k or both with a comma between (docs/folding.md).")
+_SWITCHES = "turn, k or both with a comma between, for FP8; smooth, for low-bit formats that rotate keys (docs/folding.md)."
+fold_option = click.option("--fold", help=f"Fold the weights first: {_SWITCHES}")
 
 
 @click.command()
 @click.argument("model", required=False)
-@click.option("--fold", required=True, help="What to fold: turn, k or both with a comma between (docs/folding.md).")
+@click.option("--fold", required=True, help=f"What to fold: {_SWITCHES}")
 @new_folder
 @recipe
 @device
@@ -21,7 +22,7 @@ fold_option = click.option("--fold", help="Fold the weights first: turn, k or bo
 @row_options
 @as_json
 def fold(output: Path, force: bool, as_json: bool, **options: Any) -> None:
-    """Write another set of weights of MODEL for the same function, whose K and Q lose less to FP8. `run` then calibrates the result."""
+    """Write another set of weights of MODEL for the same function, whose K and Q lose less in a quantized cache. `run` then calibrates the result."""
     from calibrate import steps
     from calibrate.cli import show
     from calibrate.pipeline import JobOptions

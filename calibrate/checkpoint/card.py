@@ -13,8 +13,8 @@ _SECTION = re.compile(re.escape(_BEGIN) + ".*?" + re.escape(_END) + r"\n?", re.D
 
 _PLAIN = "The weights are those of the original checkpoint."
 _FOLDED = (
-    "The weights were folded: queries and keys were turned and multiplied against each other so that the model computes what the original does, "
-    "up to rounding, and K and Q lose less to FP8 (`kv_calibration/fold.safetensors`)."
+    "The weights were folded: queries and keys were turned or multiplied against each other so that the model computes what the original does, "
+    "up to rounding, and a quantized cache loses less of them (`kv_calibration/fold.safetensors` holds the factors)."
 )
 
 

@@ -14,16 +14,19 @@ SCHEMA = "kv-calibrate/fold/2"
 SWITCHES = {
     "turn": "a rotation of each pair of K's channels that RoPE turns together, of Q's alike",
     "k": "a multiplier of each such pair, and of each channel that RoPE leaves alone; Q is divided",
+    "smooth": "a power of two of each such pair and channel, for formats that rotate keys before they round them; Q is divided",
 }
 
 
 def parse_switches(text: str) -> tuple[str, ...]:
-    """ "k,turn" → ("turn", "k"), in canonical order. Raises UsageError for an unknown or missing name."""
+    """ "k,turn" → ("turn", "k"), in canonical order. Raises UsageError for an unknown or missing name, and for `smooth` with others."""
     asked = {part.strip() for part in text.split(",") if part.strip()}
     if unknown := asked - set(SWITCHES):
         raise UsageError(f"--fold {min(unknown)}: known are {', '.join(SWITCHES)}")
     if not asked:
         raise UsageError(f"--fold names nothing: known are {', '.join(SWITCHES)}")
+    if "smooth" in asked and len(asked) > 1:
+        raise UsageError("--fold smooth goes alone: turn and k are for FP8, whose error does not depend on powers of two")
     return tuple(name for name in SWITCHES if name in asked)
 
 

@@ -17,6 +17,7 @@ from calibrate.fold.artefact import Fold
 from calibrate.fold.choose import Predicted, choose
 from calibrate.fold.parts import check_foldable, parts_of
 from calibrate.fold.sample import chosen_rows, take_samples
+from calibrate.fold.smooth import smooth
 from calibrate.fold.write import write_folded
 from calibrate.model import SourceCheckpoint, cache_dtype_of, load_model, probe_layout
 from calibrate.progress import note
@@ -36,11 +37,16 @@ class FoldResult:
 
     def summary(self) -> str:
         """One line: what moved, what it is predicted to gain, and what rounding the weights again cost."""
-        report = self.fold.report
-        gains = ", ".join(f"{kind} {entry['mean']:.2f}" for kind, entry in report["predicted"].items())
+        report, rotated = self.fold.report, "smooth" in self.fold.switches
+        means = {kind: f"{entry['mean']:.2f}" for kind, entry in report["predicted"].items()}
+        error = "FP8 error predicted at " + ", ".join(f"{kind} {mean}" for kind, mean in means.items())
+        if rotated:
+            error = f"noise of rotated keys in logits predicted at {means['logits']}"
         moved = ", ".join(f"{count:,} {name}" for name, count in report["moved"].items() if count)
-        cost = report["rounding"]["mean_abs_dlogp"]
-        return f"folded {moved or 'nothing'}; FP8 error predicted at {gains} of what it was; rounding the weights again moves log p by {cost:.4f}"
+        rounding = f"rounding the weights again moves log p by {report['rounding']['mean_abs_dlogp']:.4f}"
+        if rotated and not report["logits_change"] and not report["rounding"]["weights"]:
+            rounding = "no weight is rounded and no logit changes"
+        return f"folded {moved or 'nothing'}; {error} of what it was; {rounding}"
 
 
 def fold_checkpoint(
@@ -54,7 +60,7 @@ def fold_checkpoint(
     trust: bool = False,
     force: bool = False,
 ) -> FoldResult:
-    """Fold a plain 16-bit checkpoint: the same function, whose K and Q lose less to FP8. Runs about 10,000 tokens of the corpus.
+    """Fold a plain 16-bit checkpoint: the same function, whose K and Q lose less when they are quantized. Runs about 10,000 tokens of the corpus.
 
     Args:
         dtype: of the computation; only float32 can check that the function is the same to the last digits.
@@ -72,7 +78,9 @@ def fold_checkpoint(
     cache_dtype = CACHE_DTYPES[cache_dtype_of(source)].dtype
     note(f"fold {','.join(switches)}: {sum(map(len, rows)):,} tokens of {len(rows)} rows")
     samples = take_samples(model, layout, rows, cache_dtype)
-    chosen = [choose(samples.pop(index), part, switches) for index, part in parts.items()]
+    chosen = [
+        smooth(samples.pop(index), part) if "smooth" in switches else choose(samples.pop(index), part, switches) for index, part in parts.items()
+    ]
     layers = tuple(layer for layer, _ in chosen)
     check = rows[0][:_CHECK_TOKENS][None].to(model.device)
     measured = _fold_and_measure(model, Fold(switches, layers, source.fingerprint), parts, check, cache_dtype)
@@ -88,17 +96,26 @@ def _fold_and_measure(model: PreTrainedModel, fold: Fold, parts: dict, check: to
     changed = fold_model(model, fold, parts)
     exact = _logits(model, check)
     change = float((exact - before).norm() / before.norm())
-    limit = _SAME.get(model.dtype, _SAME_16_BIT)
+    limit = _limit(fold, parts, model.dtype)
     if not change <= limit:
         raise CheckFailed(f"the folded model's logits differ by {change:.2g} from the original's, {limit:g} is arithmetic: nothing was written")
+    unrounded = [parameter.clone() for parameter in changed]
     round_to(changed, store)
+    weights = sum(int((one != other).sum()) for one, other in zip(unrounded, changed, strict=True))
     rounded = _logits(model, check)
     truth = check[:, 1:, None].cpu()
     moved = (_log_p(rounded, truth) - _log_p(before, truth)).double()
     return {
         "logits_change": change,
-        "rounding": {"tokens": moved.numel(), "mean_abs_dlogp": float(moved.abs().mean()), "delta_nll": float(-moved.mean())},
+        "rounding": {"weights": weights, "tokens": moved.numel(), "mean_abs_dlogp": float(moved.abs().mean()), "delta_nll": float(-moved.mean())},
     }
+
+
+def _limit(fold: Fold, parts: dict, dtype: torch.dtype) -> float:
+    """How far logits may move. Powers of two move none, but for norms that multiply with 1 + weight, which have to be rounded."""
+    if "smooth" in fold.switches and not any(part.norm == "offset" for part in parts.values()):
+        return 0.0
+    return _SAME.get(dtype, _SAME_16_BIT)
 
 
 @torch.inference_mode()
@@ -111,9 +128,9 @@ def _log_p(logits: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
 
 
 def _ratios(predicted: Sequence[Predicted]) -> dict[str, Any]:
-    """Predicted error after folding over that before, of K, of Q and of both together: mean over layers, and each layer's."""
-    result = {}
-    for name, kinds in {"k": "k", "q": "q", "logits": "kq"}.items():
+    """Predicted error after folding over that before, of K, of Q where it counts and of both together: mean over layers, and each layer's."""
+    result, both = {}, all("q" in one.before for one in predicted)
+    for name, kinds in ({"k": "k", "q": "q", "logits": "kq"} if both else {"logits": "k"}).items():
         errors = [[sum(side[kind] for kind in kinds) for side in (one.before, one.after)] for one in predicted]
         by_layer = [after / before if before else 1.0 for before, after in errors]
         result[name] = {"mean": float(np.mean(by_layer)), "layers": [round(ratio, 4) for ratio in by_layer]}

@@ -109,11 +109,11 @@ def test_a_change_of_the_function_is_caught(biased, tmp_path, monkeypatch):
 def test_what_is_asked_is_checked(biased, tmp_path):
     assert parse_switches(" k,turn ") == ("turn", "k")
     for wrong in ("", "v", "turn,w"):
-        with pytest.raises(UsageError, match=r"known are turn, k$"):
+        with pytest.raises(UsageError, match=r"known are turn, k, smooth$"):
             parse_switches(wrong)
     for command in ("fold", "run"):
         result = invoke(command, biased, "--output", tmp_path / "x", "--fold", "v", *CORPUS)
-        assert (result.exit_code, result.stderr.count("\n"), "--fold v: known are turn, k" in result.stderr) == (2, 1, True)
+        assert (result.exit_code, result.stderr.count("\n"), "--fold v: known are turn, k, smooth" in result.stderr) == (2, 1, True)
     source = tiny_checkpoint(tmp_path / "quantized")
     edit_config(source, quantization_config={"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8}})
     result = invoke("fold", source, "--output", tmp_path / "x", "--fold", "k", *CORPUS)

@@ -15,14 +15,15 @@ def compare_formats(checkpoint: Path, formats: str | None, short: bool, variants
     from calibrate.errors import UsageError
     from calibrate.evaluate.compare import CompareOptions
     from calibrate.evaluate.pareto_plot import draw
-    from calibrate.evaluate.spectrum import DEFAULT_FORMATS, SpectrumOptions, evidence_path, quick, run_spectrum
+    from calibrate.evaluate.spectrum import DEFAULT_FORMATS, FEW_FORMATS, SpectrumOptions, evidence_path, quick, run_spectrum
     from calibrate.lowbit import FORMATS
 
     if formats is None:
-        raise UsageError("--quick is for --formats: say which, as --formats default")
+        raise UsageError("--quick is for --formats: say which, as --formats few")
     if variants:
         raise UsageError("--variant does not go with --formats: compare scales without it")
-    names = {"default": DEFAULT_FORMATS, "all": tuple(FORMATS)}.get(formats, tuple(name.strip() for name in formats.split(",")))
+    sets = {"few": FEW_FORMATS, "default": DEFAULT_FORMATS, "all": tuple(FORMATS)}
+    names = sets.get(formats, tuple(name.strip() for name in formats.split(",")))
     plain = SpectrumOptions()
     compare = CompareOptions(**plain.compare.model_dump() | given)
     offline = CompareOptions(**plain.offline.model_dump() | {name: given[name] for name in ("seed", "device", "dtype") if name in given})

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 @click.option("--attention-backend", help="vLLM's name of a backend, as FLASH_ATTN. Default: vLLM's choice.")
 @click.option("--tensor-parallel-size", type=click.IntRange(1), help="GPUs that vLLM spreads over. Default: 1.")
 @click.option("--timeout", type=click.FloatRange(1), help="Seconds to wait for vLLM. Default: 900.")
-@click.option("--formats", metavar="NAMES", help="Compare low-bit formats instead: default, all, or names with commas (docs/lowbit.md).")
+@click.option("--formats", metavar="NAMES", help="Compare low-bit formats instead: few, default, all, or names with commas (docs/lowbit.md).")
 @click.option("--quick", is_flag=True, help="With --formats: less text, fewer needles, no problems.")
 @click.option("--trust-remote-code", is_flag=True, help="Run the Python code that the checkpoint brings.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout.")

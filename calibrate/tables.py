@@ -16,6 +16,7 @@ from calibrate.engines import Readback
 from calibrate.families.check import Row
 from calibrate.inspection import Inspection, summary
 from calibrate.kvarn import KVarNTables
+from calibrate.kvarn.basis import NAMES
 from calibrate.pipeline import JobResult
 from calibrate.recipes import Recipe
 from calibrate.scales import Scales
@@ -135,14 +136,14 @@ def readback(result: Readback) -> RenderableType:
 
 
 def kvarn(result: KVarNTables) -> RenderableType:
-    """KVarN tables, a line a layer."""
-    table = Table("layer", "sensitivity", "K std", "K prescale", "V std", "V prescale", "16 bits")
+    """KVarN tables, a line a layer. Noise in logits: root mean squares over the heads."""
+    table = Table("layer", f"noise: {NAMES[0]}", *NAMES[1:], "K std", "V std", "16 bits")
     for layer in result.layers:
-        cells = [f"{layer.sensitivity:.3g}"]
-        for kind in (layer.k, layer.v):
-            cells += [_range_of(np.sqrt(kind.variance.mean(axis=1))), _range_of(kind.prescale)]
+        cells = [f"{value:.3g}" for value in np.sqrt(np.square(layer.basis.noise).mean(axis=0))]
+        cells += [_range_of(np.sqrt(kind.variance.mean(axis=1))) for kind in (layer.k, layer.v)]
         table.add_row(str(layer.index), *cells, "proposed" if layer.index in result.sixteen_bit_layers else "")
-    return Group(table, Text(f"{result.tokens:,} tokens, the first {result.skipped_tokens} of each document left out"))
+    noise = Text("noise: standard deviation of a logit where each stored channel of K errs by its own; rotated is what sensitivity means")
+    return Group(table, noise, Text(f"{result.tokens:,} tokens, the first {result.skipped_tokens} of each document left out"))
 
 
 def _range_of(values: np.ndarray) -> str:

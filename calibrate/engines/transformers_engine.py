@@ -23,7 +23,8 @@ from calibrate.model.source import context_length_of
 from calibrate.statistics import CACHE_DTYPES
 
 TOP_K = 64
-_LOGITS_AT_ONCE = {"cpu": 1 << 25, "cuda": 1 << 28}  # elements
+_LOGITS_AT_ONCE = {"cpu": 1 << 25, "cuda": 1 << 28}  # elements of one row; of rows that are scored together four times as many
+_ROWS_TOGETHER, _TOKENS_TOGETHER = 8, 1 << 13
 
 
 class TransformersEngine:
@@ -89,7 +90,7 @@ def _quantized_queries(quantizer: CacheQuantizer, lockstep: Lockstep) -> Callabl
 
 
 class TransformersSession:
-    """A model with one variant of the cache. Rows and prompts go through it one at a time; answers to the prompts of a call grow together."""
+    """A model with one variant of the cache. Rows of one length go through it together, prompts one at a time, and the answers to them together."""
 
     def __init__(
         self,
@@ -130,21 +131,25 @@ class TransformersSession:
 
     @torch.inference_mode()
     def score(self, rows: Sequence[Sequence[int]]) -> list[TokenScores]:
-        """Teacher-forced scores of whole rows, the TOP_K likeliest tokens at each place."""
-        return [self._score(self._checked(row, "row", 2)) for row in rows]
-
-    def _score(self, row: list[int]) -> TokenScores:
-        cache = self._new_cache()
+        """Teacher-forced scores of whole rows, the TOP_K likeliest tokens at each place. Which rows are given together moves rounding only."""
+        checked = [self._checked(row, "row", 2) for row in rows]
         most = _LOGITS_AT_ONCE.get(self._model.device.type, _LOGITS_AT_ONCE["cuda"]) // self._config.vocab_size
         step = max(1, min(self._block, most))
-        targets = torch.tensor(row[1:], device=self._model.device)
+        found: dict[int, TokenScores] = {}
+        for numbers in _alike(checked, max(1, 4 * most // step)):
+            found |= zip(numbers, self._score([checked[number] for number in numbers], step), strict=True)
+        return [found[number] for number in range(len(rows))]
+
+    def _score(self, rows: list[list[int]], step: int) -> list[TokenScores]:
+        """Of rows of one length."""
+        cache = self._new_cache()
+        tokens = torch.tensor(rows, device=self._model.device)  # [rows, length]
         parts = []
-        for start in range(0, len(row) - 1, step):
-            wanted = targets[start : start + step]  # [tokens]
-            logits = self._forward(row[start : start + len(wanted)], cache).logits[0]  # [tokens, vocab]
-            parts.append(_top(logits.to(torch.float32), wanted.to(logits.device)))
-        logprob, ids, top = (np.concatenate([part[number] for part in parts]) for number in range(3))
-        return TokenScores(logprob, ids, top)
+        for start in range(0, tokens.shape[1] - 1, step):
+            wanted = tokens[:, start + 1 : start + 1 + step]
+            logits = self._forward(tokens[:, start : start + wanted.shape[1]], cache).logits  # [rows, tokens, vocab]
+            parts.append([_top(each.to(torch.float32), truth.to(each.device)) for each, truth in zip(logits, wanted, strict=True)])
+        return [TokenScores(*(np.concatenate(kind) for kind in zip(*row, strict=True))) for row in zip(*parts, strict=True)]
 
     @torch.inference_mode()
     def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_ids: Sequence[int]) -> list[list[int]]:
@@ -172,13 +177,13 @@ class TransformersSession:
         """The first token of the answer, and the cache that holds the prompt."""
         cache, done = self._prefix(prompt)
         for start in range(done, len(prompt), self._block):
-            logits = self._forward(prompt[start : start + self._block], cache, logits_to_keep=1).logits
+            logits = self._forward(self._one(prompt[start : start + self._block]), cache, logits_to_keep=1).logits
         self._kept = (prompt, cache)
         return int(logits[0, -1].argmax()), cache
 
     def _next(self, tokens: list[int], caches: list[QuantizedCache | LowBitCache]) -> torch.Tensor:
         """Logits [sequences, vocab] after one more token of each."""
-        return self._lockstep.step(tokens, caches) if self._lockstep.possible else self._forward(tokens, caches[0]).logits[0]
+        return self._lockstep.step(tokens, caches) if self._lockstep.possible else self._forward(self._one(tokens), caches[0]).logits[0]
 
     def _prefix(self, prompt: list[int]) -> tuple[QuantizedCache | LowBitCache, int]:
         """A cache that holds the whole blocks which this prompt shares with the last one, and how many tokens that is.
@@ -196,8 +201,12 @@ class TransformersSession:
                 return cache, done
         return self._new_cache(), 0
 
-    def _forward(self, tokens: list[int], cache: QuantizedCache | LowBitCache, **options: Any) -> Any:
-        return self._model(input_ids=torch.tensor([tokens], device=self._model.device), past_key_values=cache, use_cache=True, **options)
+    def _one(self, tokens: list[int]) -> torch.Tensor:
+        return torch.tensor([tokens], device=self._model.device)
+
+    def _forward(self, tokens: torch.Tensor, cache: QuantizedCache | LowBitCache, **options: Any) -> Any:
+        """Of int64 [sequences, tokens]."""
+        return self._model(input_ids=tokens, past_key_values=cache, use_cache=True, **options)
 
     def _checked(self, tokens: Sequence[int], what: str, least: int, room: int = 0) -> list[int]:
         context = context_length_of(self._config.to_dict())
@@ -210,6 +219,17 @@ class TransformersSession:
         if min(plain) < 0 or max(plain) >= self._config.vocab_size:
             raise UsageError(f"a {what} holds a token id outside the model's vocabulary of {self._config.vocab_size:,}")
         return plain
+
+
+def _alike(rows: list[list[int]], most: int) -> Iterator[list[int]]:
+    """Numbers of rows that can be scored together: of one length, `most` at most, and no more tokens than memory is sure to have."""
+    by_length: dict[int, list[int]] = {}
+    for number, row in enumerate(rows):
+        by_length.setdefault(len(row), []).append(number)
+    for length, numbers in by_length.items():
+        together = max(1, min(most, _ROWS_TOGETHER, _TOKENS_TOGETHER // length))
+        for start in range(0, len(numbers), together):
+            yield numbers[start : start + together]
 
 
 def _without(stop: set[int], numbers: list[int], tokens: list[int]) -> tuple[list[int], list[int]]:

@@ -31,7 +31,7 @@ from calibrate.statistics import CACHE_DTYPES, Statistics
 
 EngineName = Literal["transformers", "vllm"]
 _SCHEMA = "kv-calibrate/scores/1"
-_ROWS_AT_ONCE = {"transformers": 1, "vllm": 64}
+_ROWS_AT_ONCE = {"transformers": 8, "vllm": 64}
 
 
 class CompareOptions(BaseModel):

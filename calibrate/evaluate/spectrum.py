@@ -42,11 +42,26 @@ DEFAULT_FORMATS = (
     "gear_2bit",
     "kvarn_k4v4_g128",
     "kvarn_k4v2_g128",
-    "kvarn_k4v2_g128+mean",
-    "kvarn_k4v2_g64",
+    "kvarn_k4v2_g128+balanced",
     "kvarn_k2v2_g128",
-    "kvarn_k2v2_g128+prescale",
     "kvarn_k2v2_g128+mean",
+    "kvarn_k2v2_g128+smooth",
+    "kvarn_k2v2_g128+balanced",
+    "additive",
+)
+FEW_FORMATS = (  # of each method the ones that stand for it
+    "fp8_e4m3",
+    "int8_per_token_head",
+    "int4_per_token_head",
+    "turboquant_k8v4",
+    "turboquant_4bit_nc",
+    "turboquant_3bit_nc",
+    "kivi_4bit",
+    "kivi_2bit",
+    "gear_2bit",
+    "kvarn_k4v2_g128",
+    "kvarn_k2v2_g128",
+    "kvarn_k2v2_g128+balanced",
     "additive",
 )
 _QUICK_LENGTH = 768  # tokens, six blocks: a sink and a tail of 128 leave two thirds of them quantized
@@ -79,7 +94,7 @@ class SpectrumOptions(BaseModel):
         """Raise UsageError for formats that are none, twice or unknown, and for a grid that is impossible."""
         unknown = next((name for name in self.formats if name not in FORMATS), None)
         if unknown is not None:
-            raise UsageError(f"--formats {unknown}: no such format; there are default, all, {', '.join(FORMATS)}")
+            raise UsageError(f"--formats {unknown}: no such format; there are few, default, all, {', '.join(FORMATS)}")
         if not self.formats or len(set(self.formats)) < len(self.formats):
             raise UsageError("--formats: some formats, each once, are wanted")
         if self.compare.engine != "transformers":

@@ -196,7 +196,7 @@ def test_commands(llama, tmp_path):
     assert done.exit_code == 0, done.stderr
     shown = CliRunner().invoke(main, ["kvarn", stats, "-o", str(output)])
     assert shown.exit_code == 0, shown.stderr
-    assert "sensitivity" in shown.stdout
+    assert "balanced" in shown.stdout
     assert len(KVarNTables.load(output).layers) == 3
     assert CliRunner().invoke(main, ["kvarn", stats, "-o", str(output)]).exit_code == 2  # it exists
     printed = json.loads(CliRunner().invoke(main, ["kvarn", stats, "--json"]).stdout)

@@ -48,8 +48,8 @@ def fold_to(path, output):
     return fold_checkpoint(SourceCheckpoint.open(path), rows_corpus([48] * 30), output, ("smooth",), device="cpu")
 
 
-def sixteen_bit_logits(path, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    model = load_model(SourceCheckpoint.open(path), device="cpu", dtype=dtype)
+def sixteen_bit_logits(path) -> torch.Tensor:
+    model = load_model(SourceCheckpoint.open(path), device="cpu", dtype=torch.bfloat16)
     with torch.inference_mode():
         return model(input_ids=TOKENS).logits
 
@@ -82,6 +82,15 @@ def test_norms_that_add_one_are_rounded_and_that_is_told(tmp_path):
     assert "rounding the weights again moves log p by" in made.summary()
     assert report["predicted"]["logits"]["mean"] < 0.95
     assert len(made.fold.layers[0].pairs) == 1
+
+
+def test_small_weights_in_fp16_are_rounded_and_that_is_told(tmp_path):
+    path = uneven(tmp_path / "base", "llama", torch.float16)
+    made = fold_to(path, tmp_path / "folded")
+    assert made.fold.report["logits_change"] == 0
+    assert made.fold.report["rounding"]["weights"] > 0
+    assert made.fold.report["rounding"]["mean_abs_dlogp"] < 1e-4
+    assert "rounding the weights again moves log p by 0.0000" in made.summary()
 
 
 def test_a_smallest_change_of_the_function_is_caught(tmp_path, monkeypatch):

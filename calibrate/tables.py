@@ -136,13 +136,13 @@ def readback(result: Readback) -> RenderableType:
 
 
 def kvarn(result: KVarNTables) -> RenderableType:
-    """KVarN tables, a line a layer. Noise in logits: root mean squares over the heads."""
+    """KVarN tables, a line a layer. Noise in logits: of the worst head."""
     table = Table("layer", f"noise: {NAMES[0]}", *NAMES[1:], "K std", "V std", "16 bits")
     for layer in result.layers:
-        cells = [f"{value:.3g}" for value in np.sqrt(np.square(layer.basis.noise).mean(axis=0))]
+        cells = [f"{value:.3g}" for value in layer.basis.noise.max(axis=0)]
         cells += [_range_of(np.sqrt(kind.variance.mean(axis=1))) for kind in (layer.k, layer.v)]
         table.add_row(str(layer.index), *cells, "proposed" if layer.index in result.sixteen_bit_layers else "")
-    noise = Text("noise: standard deviation of a logit where each stored channel of K errs by its own; rotated is what sensitivity means")
+    noise = Text("noise: standard deviation of a logit of the worst head where each stored channel of K errs by its own; rotated: the sensitivity")
     return Group(table, noise, Text(f"{result.tokens:,} tokens, the first {result.skipped_tokens} of each document left out"))
 
 

@@ -22,6 +22,7 @@ from calibrate.progress import meter, note
 from calibrate.statistics import CACHE_DTYPES
 
 CODEBOOK_BITS = 2
+_CODEBOOK_TOKENS = 4096  # sixteen for each code of a book; the time to fit them grows with it
 
 
 @dataclass(frozen=True)
@@ -68,19 +69,20 @@ def _tables(engine: TransformersEngine, text: Corpus) -> KVarNTables:
 
 
 def _codebooks(engine: TransformersEngine, text: Corpus, kept: Path) -> Codebooks:
-    origin = {"text": text.digest, "model": engine.source.fingerprint}
+    origin = {"text": text.digest, "model": engine.source.fingerprint, "tokens_at_most": _CODEBOOK_TOKENS}
     if kept.is_file():
         found = Codebooks.load(kept)
         if {name: found.origin.get(name) for name in origin} == origin:
             return found
-    note(f"fitting additive codebooks of {CODEBOOK_BITS} bits to {sum(len(sample.tokens) for sample in text.samples):,} tokens")
-    fitted = fit_codebooks(_samples(engine, text), CODEBOOK_BITS, origin=origin, device=engine.model.device)
+    samples = _samples(engine, text)
+    note(f"fitting additive codebooks of {CODEBOOK_BITS} bits to {len(next(iter(samples.values())).positions):,} tokens")
+    fitted = fit_codebooks(samples, CODEBOOK_BITS, origin=origin, device=engine.model.device)
     fitted.save(kept)
     return fitted
 
 
 def _samples(engine: TransformersEngine, text: Corpus) -> dict[int, Samples]:
-    """K and V of every layer over the whole text, as the cache holds them."""
+    """K and V of every layer as the cache holds them, of tokens spread evenly over the whole text."""
     frequencies = rope_frequencies(engine.model, engine.layout)
     cache_dtype = CACHE_DTYPES[cache_dtype_of(engine.source)].dtype
     seen: dict[tuple[int, str], list[torch.Tensor]] = {}
@@ -94,4 +96,8 @@ def _samples(engine: TransformersEngine, text: Corpus) -> dict[int, Samples]:
             observe(engine.model, engine.layout, torch.from_numpy(sample.tokens.astype(np.int64))[None].to(engine.model.device), see)
             progress.advance(len(sample.tokens))
     positions = torch.cat([torch.arange(len(sample.tokens)) for sample in text.samples])
-    return {index: Samples(torch.cat(seen[index, "k"]), torch.cat(seen[index, "v"]), positions, each) for index, each in frequencies.items()}
+    every = slice(None, None, -(-len(positions) // _CODEBOOK_TOKENS))
+    return {
+        index: Samples(torch.cat(seen[index, "k"])[every], torch.cat(seen[index, "v"])[every], positions[every], each)
+        for index, each in frequencies.items()
+    }

@@ -44,8 +44,8 @@ class LayerTable:
 
     @property
     def sensitivity(self) -> float:
-        """How much noise of K moves this layer's logits under KVarN's rotation: root mean square of `KeyBasis.noise` over its heads."""
-        return float(np.sqrt(np.square(self.basis.noise[:, NAMES.index("rotated")]).mean()))
+        """How much noise of K moves the logits of this layer's worst head under KVarN's rotation (`KeyBasis.noise`)."""
+        return float(self.basis.noise[:, NAMES.index("rotated")].max())
 
 
 @dataclass(frozen=True)

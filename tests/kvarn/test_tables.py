@@ -94,7 +94,7 @@ def test_sensitivity_is_what_noise_in_rotated_keys_does_to_real_queries(llama, t
     rotation = torch.from_numpy(_sylvester(key.shape[2]))
     reach = (query @ rotation).square().unflatten(0, (len(key), -1)).mean(dim=(1, 2))  # [kv_heads, dim]
     noise = (reach * (key @ rotation).var(dim=1)).sum(dim=1) / key.shape[2]
-    assert tables[2].sensitivity == pytest.approx(float(noise.mean().sqrt()), rel=0.02)
+    assert tables[2].sensitivity == pytest.approx(float(noise.max().sqrt()), rel=0.02)
 
 
 def test_merged_statistics_give_the_same_tables_in_any_order(llama, statistics, tmp_path):

@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 
 from calibrate.corpus.builtin import topics
 from calibrate.kvarn import KindTable, KVarNTables, LayerTable
+from calibrate.kvarn.basis import plain_basis
 from calibrate.kvarn.hadamard import rotate
 from calibrate.kvarn.tile import quantize
 from calibrate.kvarn.varn import FLOOR, imbalance, varn
@@ -87,8 +88,16 @@ def tables_of(layers: Layers, target: float) -> KVarNTables:
         prescale = torch.exp2(torch.ceil(torch.log2(target / spread))).float()
         return KindTable(*(each.numpy() for each in (counted.mean(dim=1), counted.var(dim=1), rotated, prescale)))
 
-    made = tuple(LayerTable(index, f"layer {index}", table(kinds["k"]), table(kinds["v"]), 0.0) for index, kinds in layers.items())
+    def layer(index: int, k: KindTable, v: KindTable) -> LayerTable:
+        return LayerTable(index, f"layer {index}", k, v, plain_basis(*k.mean.shape))
+
+    made = tuple(layer(index, table(kinds["k"]), table(kinds["v"])) for index, kinds in layers.items())
     return KVarNTables(made, SINK, next(iter(layers.values()))["k"].shape[2] - SINK)
+
+
+def _judged_here(name: str) -> bool:
+    """Bases need queries, which are not captured, and no layer is proposed for 16 bits; additive books come later."""
+    return name != "additive" and not name.endswith(("+smooth", "+balanced", "+layers"))
 
 
 def books_of(layers: Layers, frequencies: dict[int, np.ndarray], bits: int) -> Codebooks:
@@ -178,7 +187,7 @@ def main() -> None:
         layers = {index: kinds for index, kinds in layers.items() if index % asked.every == 0}
         calibration = {index: calibration[index] for index in layers}
         tables = tables_of(calibration, 4.0)
-        figures = {name: judged(name, Offline(tables=tables), layers) for name in FORMATS if name != "additive" and _fits(name, layers)}
+        figures = {name: judged(name, Offline(tables=tables), layers) for name in FORMATS if _judged_here(name) and _fits(name, layers)}
         if not asked.no_codebooks:
             for bits in (1, 2):
                 figures[f"additive {bits} bit"] = judged("additive", Offline(codebooks=books_of(calibration, frequencies, bits)), layers)

@@ -23,8 +23,9 @@ from calibrate.model.source import context_length_of
 from calibrate.statistics import CACHE_DTYPES
 
 TOP_K = 64
-_LOGITS_AT_ONCE = {"cpu": 1 << 25, "cuda": 1 << 28}  # elements of one row; of rows that are scored together four times as many
-_ROWS_TOGETHER, _TOKENS_TOGETHER = 8, 1 << 13
+_LOGITS_AT_ONCE = {"cpu": 1 << 25, "cuda": 1 << 28}  # elements of one row
+# of rows that are scored together: how many, elements of logits, elements of their caches
+_ROWS_TOGETHER, _LOGITS_TOGETHER, _CACHE_TOGETHER = 8, 1 << 27, 1 << 29
 
 
 class TransformersEngine:
@@ -136,9 +137,14 @@ class TransformersSession:
         most = _LOGITS_AT_ONCE.get(self._model.device.type, _LOGITS_AT_ONCE["cuda"]) // self._config.vocab_size
         step = max(1, min(self._block, most))
         found: dict[int, TokenScores] = {}
-        for numbers in _alike(checked, max(1, 4 * most // step)):
+        for numbers in _alike(checked, _LOGITS_TOGETHER // (step * self._config.vocab_size), _CACHE_TOGETHER // self._token_elements()):
             found |= zip(numbers, self._score([checked[number] for number in numbers], step), strict=True)
         return [found[number] for number in range(len(rows))]
+
+    def _token_elements(self) -> int:
+        """Numbers that a token leaves in the cache; at least one."""
+        sizes = (layer.num_key_value_heads * (layer.head_dim + layer.value_head_dim) for layer in self._layout.layers if layer.writes)
+        return max(1, sum(sizes))
 
     def _score(self, rows: list[list[int]], step: int) -> list[TokenScores]:
         """Of rows of one length."""
@@ -221,13 +227,13 @@ class TransformersSession:
         return plain
 
 
-def _alike(rows: list[list[int]], most: int) -> Iterator[list[int]]:
-    """Numbers of rows that can be scored together: of one length, `most` at most, and no more tokens than memory is sure to have."""
+def _alike(rows: list[list[int]], most_rows: int, most_tokens: int) -> Iterator[list[int]]:
+    """Numbers of rows that are scored together: of one length and no more than that; a row that is too long by itself goes alone."""
     by_length: dict[int, list[int]] = {}
     for number, row in enumerate(rows):
         by_length.setdefault(len(row), []).append(number)
     for length, numbers in by_length.items():
-        together = max(1, min(most, _ROWS_TOGETHER, _TOKENS_TOGETHER // length))
+        together = max(1, min(most_rows, _ROWS_TOGETHER, most_tokens // length))
         for start in range(0, len(numbers), together):
             yield numbers[start : start + together]
 

@@ -226,7 +226,14 @@ def score_plan(weights: Sequence[Mapping[str, Any]], corpus: Corpus, options: Co
         from calibrate.engines.host import vllm_distribution
 
         versions["vllm"] = vllm_distribution()
-    return {"weights": weights, "corpus": corpus.digest, "options": options.model_dump(exclude={"timeout"}), "versions": versions}
+    together = _ROWS_AT_ONCE[options.engine]  # moves rounding
+    return {
+        "weights": weights,
+        "corpus": corpus.digest,
+        "options": options.model_dump(exclude={"timeout"}),
+        "versions": versions,
+        "rows_at_once": together,
+    }
 
 
 def _digest(plan: dict[str, Any], variant: Variant) -> str:

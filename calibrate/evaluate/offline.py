@@ -50,10 +50,14 @@ def prepare_offline(engine: TransformersEngine, checkpoint: Path, names: tuple[s
     description: dict[str, Any] = {"text": {"digest": text.digest, **text.description}}
     faults: dict[str, str] = {}
     tables = codebooks = None
-    if any("+" in name for name in names):
-        tables = read_tables(checkpoint)
-        description["tables"] = "the checkpoint's" if tables is not None else "of the text above"
-        tables = tables or _tables(engine, text)
+    reading = [name for name in names if "+" in name]
+    if reading:
+        try:
+            tables = read_tables(checkpoint)
+            description["tables"] = "the checkpoint's" if tables is not None else "of the text above"
+            tables = tables or _tables(engine, text)
+        except UsageError as error:
+            faults |= dict.fromkeys(reading, str(error))
     if "additive" in names:
         try:
             codebooks = _codebooks(engine, text, kept)

@@ -37,14 +37,14 @@ class FoldResult:
 
     def summary(self) -> str:
         """One line: what moved, what it is predicted to gain, and what rounding the weights again cost."""
-        report, rotated = self.fold.report, "smooth" in self.fold.switches
+        report, for_rotated = self.fold.report, "smooth" in self.fold.switches
         means = {kind: f"{entry['mean']:.2f}" for kind, entry in report["predicted"].items()}
         error = "FP8 error predicted at " + ", ".join(f"{kind} {mean}" for kind, mean in means.items())
-        if rotated:
+        if for_rotated:
             error = f"noise of rotated keys in logits predicted at {means['logits']}"
         moved = ", ".join(f"{count:,} {name}" for name, count in report["moved"].items() if count)
         rounding = f"rounding the weights again moves log p by {report['rounding']['mean_abs_dlogp']:.4f}"
-        if rotated and not report["logits_change"] and not report["rounding"]["weights"]:
+        if for_rotated and not report["logits_change"] and not report["rounding"]["weights"]:
             rounding = "no weight is rounded and no logit changes"
         return f"folded {moved or 'nothing'}; {error} of what it was; {rounding}"
 
@@ -96,7 +96,7 @@ def _fold_and_measure(model: PreTrainedModel, fold: Fold, parts: dict, check: to
     changed = fold_model(model, fold, parts)
     exact = _logits(model, check)
     change = float((exact - before).norm() / before.norm())
-    limit = _limit(fold, parts, model.dtype)
+    limit = _SAME.get(model.dtype, _SAME_16_BIT)
     if not change <= limit:
         raise CheckFailed(f"the folded model's logits differ by {change:.2g} from the original's, {limit:g} is arithmetic: nothing was written")
     unrounded = [parameter.clone() for parameter in changed]
@@ -109,13 +109,6 @@ def _fold_and_measure(model: PreTrainedModel, fold: Fold, parts: dict, check: to
         "logits_change": change,
         "rounding": {"weights": weights, "tokens": moved.numel(), "mean_abs_dlogp": float(moved.abs().mean()), "delta_nll": float(-moved.mean())},
     }
-
-
-def _limit(fold: Fold, parts: dict, dtype: torch.dtype) -> float:
-    """How far logits may move. Powers of two move none, but for norms that multiply with 1 + weight, which have to be rounded."""
-    if "smooth" in fold.switches and not any(part.norm == "offset" for part in parts.values()):
-        return 0.0
-    return _SAME.get(dtype, _SAME_16_BIT)
 
 
 @torch.inference_mode()

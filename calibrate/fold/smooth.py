@@ -54,7 +54,8 @@ def _factors(energies: _Energies, parts: Parts) -> np.ndarray:
         key, query = ((kind / kind.sum(axis=1, keepdims=True)).sum(axis=0, keepdims=True) for kind in (key, query))
     exponents = (np.log2(query) - np.log2(key)) / 4
     exponents -= exponents.mean(axis=1, keepdims=True)
-    tried = np.stack([np.exp2(np.rint(exponents + place / _PLACES)) for place in range(-_PLACES // 2, _PLACES // 2)])  # [places, rows, width]
+    places = sorted(range(-_PLACES // 2, _PLACES // 2), key=abs)  # of equals the one that moves least
+    tried = np.stack([np.exp2(np.rint(exponents + place / _PLACES)) for place in places])  # [places, rows, width]
     noise = np.stack([_noise(energies, factors, parts) for factors in tried])  # [places, rows]
     return np.take_along_axis(tried, noise.argmin(axis=0)[None, :, None], axis=0)[0]
 

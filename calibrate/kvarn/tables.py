@@ -93,7 +93,10 @@ class KVarNTables:
     @classmethod
     def load(cls, path: Path) -> "KVarNTables":
         """Read a tables file. Raises UsageError where it is missing, damaged or something else."""
-        tensors, header = read_tensors(path, SCHEMA)
+        try:
+            tensors, header = read_tensors(path, SCHEMA)
+        except UsageError as error:
+            raise UsageError(f"{error}: make the tables again, by `kvarn` from statistics or by `run --kvarn`") from error
         try:
             layers = tuple(_layer(tensors, int(index), module) for index, module in sorted(header["modules"].items(), key=lambda item: int(item[0])))
             kept = tuple(int(index) for index in header["sixteen_bit_layers"])

@@ -54,13 +54,29 @@ def test_the_16_bit_cache_and_fp8_with_queries(engine):
 
 @pytest.mark.parametrize("family", ["gemma3_text", "qwen3_next", "deepseek_v3", "mixtral"])
 def test_windows_states_latents_and_experts(tmp_path, family):
-    assert_together_as_alone(open_engine(tmp_path, family), Variant("16-bit", None))
+    engine = open_engine(tmp_path, family)
+    assert_together_as_alone(engine, Variant("16-bit", None))
+    name = "fp8_e5m2" if family == "deepseek_v3" else "int4_per_token_head"
+    assert_together_as_alone(engine, Variant(name, None, make_format(name)))
 
 
 def test_which_rows_go_together():
-    """By length, in order, at most as many as asked for, eight, and 8,192 tokens."""
-    assert list(_alike([[0] * length for length in (3, 2, 3, 3, 3)], 3)) == [[0, 2, 3], [4], [1]]
-    assert [len(each) for each in _alike([[0] * 10] * 20, 100)] == [8, 8, 4]
-    assert [len(each) for each in _alike([[0] * 4000] * 3, 100)] == [2, 1]
-    assert [len(each) for each in _alike([[0] * 9000] * 2, 100)] == [1, 1]
-    assert list(_alike([], 8)) == []
+    """By length, in order, at most eight, as many rows as asked for and as many tokens."""
+    assert list(_alike([[0] * length for length in (3, 2, 3, 3, 3)], 3, 1000)) == [[0, 2, 3], [4], [1]]
+    assert [len(each) for each in _alike([[0] * 10] * 20, 100, 1000)] == [8, 8, 4]
+    assert [len(each) for each in _alike([[0] * 400] * 3, 100, 1000)] == [2, 1]
+    assert [len(each) for each in _alike([[0] * 2000] * 2, 100, 1000)] == [1, 1]
+    assert list(_alike([], 8, 1000)) == []
+
+
+def test_rows_do_go_through_the_model_together(engine, monkeypatch):
+    with engine.session(Variant("16-bit", None)) as session:
+        seen, forward = [], session._forward
+
+        def watched(tokens, cache):
+            seen.append(tuple(tokens.shape))
+            return forward(tokens, cache)
+
+        monkeypatch.setattr(session, "_forward", watched)
+        session.score(rows(LENGTHS, seed=4))
+    assert seen == [(3, 64)] * 4 + [(3, 43)] + [(2, 64)] * 3 + [(2, 7)]

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from calibrate.kvarn import KindTable, KVarNTables, LayerTable
+from calibrate.kvarn.basis import plain_basis
 from calibrate.lowbit import FORMATS, Codebooks, LowBitCache, Offline, Placement, make_format
 from calibrate.lowbit.additive import CODES, ENTRIES, GROUP, LayerCodebooks
 from calibrate.model import probe_layout
@@ -22,7 +23,7 @@ def model():
 @pytest.fixture(scope="module")
 def offline():
     table = KindTable(*(np.ones((HEADS, DIM)) for _ in range(3)), np.ones(HEADS, dtype=np.float32))
-    tables = KVarNTables(tuple(LayerTable(index, f"layer {index}", table, table, 0.0) for index in range(6)), 128, 512)
+    tables = KVarNTables(tuple(LayerTable(index, f"layer {index}", table, table, plain_basis(HEADS, DIM)) for index in range(6)), 128, 512, (1,))
     groups = DIM // GROUP
     key = np.ones((HEADS, groups, 2, ENTRIES, GROUP // 2, 2), dtype=np.float32)
     value = np.ones((HEADS, groups, 2, CODES, GROUP), dtype=np.float32)

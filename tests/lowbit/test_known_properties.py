@@ -148,6 +148,12 @@ def test_gear_recomputed(name, bits, share, axis):
     np.testing.assert_allclose(total[mask], exact[mask], rtol=1e-3)  # outliers are kept, in fp16
 
 
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("bits", [3, 4])
+def test_turboquants_levels_are_lloyd_max_to_a_thousandth(bits, dim):
+    assert torch.allclose(_levels(bits, dim, torch.device("cpu")), (lloyd_max(bits) / dim**0.5).float(), rtol=8e-4, atol=0)
+
+
 def slow_turboquant_key(vector: np.ndarray, bits: int) -> np.ndarray:
     dim = len(vector)
     hadamard = np.array([[(-1) ** (i & j).bit_count() for j in range(dim)] for i in range(dim)]) / math.sqrt(dim)

@@ -6,7 +6,7 @@ import torch
 
 from calibrate.errors import UsageError
 from calibrate.kvarn import KindTable, KVarNTables, LayerTable
-from calibrate.kvarn.basis import KeyBasis, key_basis
+from calibrate.kvarn.basis import key_basis, plain_basis
 from calibrate.kvarn.hadamard import rotate
 from calibrate.lowbit import Offline, Placement, make_format
 from calibrate.model import probe_layout
@@ -14,7 +14,7 @@ from calibrate.statistics.second import Second
 from tests.tiny import tiny_model
 
 HEADS, DIM = 2, 64
-PLAIN = KeyBasis(np.ones((HEADS, DIM), np.float32), np.broadcast_to(np.eye(DIM, dtype=np.float32), (HEADS, DIM, DIM)).copy(), np.zeros((HEADS, 4)))
+PLAIN = plain_basis(HEADS, DIM)
 
 
 def small_values(tokens: int = 512, seed: int = 0) -> torch.Tensor:
@@ -121,8 +121,7 @@ def test_layers_that_the_tables_propose_stay_in_16_bits():
     model = tiny_model("llama")
     layout, heads, dim = probe_layout(model), 2, 32
     table = KindTable(*(np.ones((heads, dim)),) * 3, np.ones(heads, np.float32))
-    basis = KeyBasis(np.ones((heads, dim), np.float32), np.ones((heads, dim, dim), np.float32), np.ones((heads, 4)))
-    given = KVarNTables(tuple(LayerTable(index, "", table, table, basis) for index in range(3)), 128, 512, sixteen_bit_layers=(1,))
+    given = KVarNTables(tuple(LayerTable(index, "", table, table, plain_basis(heads, dim)) for index in range(3)), 128, 512, sixteen_bit_layers=(1,))
     fmt = make_format("kvarn_k2v2_g128+layers", Offline(tables=given))
     assert Placement(layout, fmt, torch.bfloat16, model.config).whole == {0, 2}
     key = torch.randn(1, heads, 128, dim, generator=torch.Generator().manual_seed(0))

@@ -49,20 +49,17 @@ DEFAULT_FORMATS = (
     "kvarn_k2v2_g128+balanced",
     "additive",
 )
-FEW_FORMATS = (  # of each method the ones that stand for it
+FEW_FORMATS = (  # what engines serve, and what may come next; without GEAR and additive codebooks, which take longest and are not ahead anywhere
     "fp8_e4m3",
     "int8_per_token_head",
     "int4_per_token_head",
-    "turboquant_k8v4",
     "turboquant_4bit_nc",
     "turboquant_3bit_nc",
     "kivi_4bit",
     "kivi_2bit",
-    "gear_2bit",
     "kvarn_k4v2_g128",
     "kvarn_k2v2_g128",
     "kvarn_k2v2_g128+balanced",
-    "additive",
 )
 _QUICK_LENGTH = 768  # tokens, six blocks: a sink and a tail of 128 leave two thirds of them quantized
 _BATCH = 12  # prompts whose answers grow together: each holds its cache meanwhile

@@ -80,9 +80,13 @@ class _Together(DynamicCache):
         self.read: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any):
-        """Store a token of each. What is returned is no more than the new token: `Lockstep.around` attends to `read`."""
+        """Store a token of each, converted for all at once where it can be. What is returned is no more than the new token: `Lockstep.around`
+        attends to `read`.
+        """
+        together = self._caches[0].at_once(key_states, value_states, layer_idx)
+        keys, values = together or (key_states, value_states)
         self.read[layer_idx] = [
-            cache.update(key_states[number : number + 1], value_states[number : number + 1], layer_idx, *args, **kwargs)
+            (cache.update if together is None else cache.append)(keys[number : number + 1], values[number : number + 1], layer_idx, *args, **kwargs)
             for number, cache in enumerate(self._caches)
         ]
         return key_states, value_states

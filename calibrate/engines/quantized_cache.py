@@ -91,5 +91,12 @@ class QuantizedCache(DynamicCache):
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any):
         """Store and return quantized K and V, [batch, kv_heads, seq, head_dim]: this block attends to them as later ones will."""
-        key, value = self._quantizer(layer_idx, "k", key_states), self._quantizer(layer_idx, "v", value_states)
-        return super().update(key, value, layer_idx, *args, **kwargs)
+        return self.append(*self.at_once(key_states, value_states, layer_idx), layer_idx, *args, **kwargs)
+
+    def at_once(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What K and V of any tokens, also of several sequences, become in such a cache, for `append`."""
+        return self._quantizer(layer_idx, "k", key_states), self._quantizer(layer_idx, "v", value_states)
+
+    def append(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any):
+        """Store and return K and V that are quantized."""
+        return super().update(keys, values, layer_idx, *args, **kwargs)

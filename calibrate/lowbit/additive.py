@@ -177,4 +177,4 @@ def additive(codebooks: Codebooks | None) -> Additive:
     """The format over fitted codebooks. Raises UsageError where there are none."""
     if codebooks is None:
         raise UsageError("additive quantization needs codebooks fitted to the model, and none were given")
-    return Additive(name="additive", source=_SOURCE, codebooks=codebooks, own_exact_above=0, digest=codebooks.digest())
+    return Additive(name="additive", source=_SOURCE, codebooks=codebooks, own_exact_above=0, positional=True, digest=codebooks.digest())

@@ -41,6 +41,7 @@ class LowBitFormat(ABC):
         kept_layers: indices of further layers that stay in 16 bits.
         own_exact_above: a block of more new tokens than this attends to its own tokens in 16 bits, as does the first block whatever its size;
             they are quantized after it. None: a block attends to its own tokens as they are stored.
+        positional: whether what a token becomes depends on where it stands.
         latent: whether it can hold latents of multi-head latent attention.
         digest: of what was fitted offline, None where nothing was.
     """
@@ -53,6 +54,7 @@ class LowBitFormat(ABC):
     skip_sliding: bool = False
     kept_layers: frozenset[int] = frozenset()
     own_exact_above: int | None = None
+    positional: bool = False
     latent: bool = False
     digest: str | None = None
 

@@ -55,20 +55,49 @@ class LowBitCache(DynamicCache):
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any):
         """Store a block and return what its queries attend to, [batch, kv_heads, seq, head_dim] each."""
-        new = {"keys": self._sixteen(key_states), "values": self._sixteen(value_states)}
-        fmt = self._placement.fmt
-        if layer_idx in self._placement.passing:
-            start = self.get_seq_length(layer_idx)
-            new = {kind: self._through(kind, tile, layer_idx, start) for kind, tile in new.items()}
-        read = super().update(new["keys"], new["values"], layer_idx, *args, **kwargs)
+        tokens, before = key_states.shape[-2], self.get_seq_length(layer_idx)
+        if self._as_they_come(layer_idx, tokens, before):
+            return self.append(*self._converted(key_states, value_states, layer_idx, before), layer_idx, *args, **kwargs)
+        read = super().update(self._sixteen(key_states), self._sixteen(value_states), layer_idx, *args, **kwargs)
         if layer_idx not in self._placement.whole:
             return read
-        layer, tokens = self.layers[layer_idx], key_states.shape[-2]
-        first = layer.keys.shape[-2] == tokens
-        for kind in new:
+        layer = self.layers[layer_idx]
+        for kind in ("keys", "values"):
             setattr(layer, kind, self._settled(kind, getattr(layer, kind), layer_idx))
-        own_exact = fmt.own_exact_above is not None and (first or tokens > fmt.own_exact_above)
-        return read if own_exact else (layer.keys, layer.values)
+        return read if self._own_exact(tokens, before) else (layer.keys, layer.values)
+
+    def at_once(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """What a further token of some sequences becomes in caches of this placement, for `append`; None where that depends on the sequence's others.
+
+        Args:
+            key_states, value_states: [sequences, kv_heads, 1, head_dim].
+        """
+        after_a_prompt = 1
+        if self._placement.fmt.positional or not self._as_they_come(layer_idx, 1, after_a_prompt):
+            return None
+        return self._converted(key_states, value_states, layer_idx, after_a_prompt)
+
+    def append(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any):
+        """Store tokens that are as the format makes them, and return what their queries attend to."""
+        read = super().update(keys, values, layer_idx, *args, **kwargs)
+        if layer_idx in self._placement.whole:
+            self._done |= {(layer_idx, kind): self.layers[layer_idx].keys.shape[-2] for kind in ("keys", "values")}
+        return read
+
+    def _own_exact(self, tokens: int, before: int) -> bool:
+        """Whether a block of so many tokens after so many others attends to itself in 16 bits."""
+        above = self._placement.fmt.own_exact_above
+        return above is not None and (before == 0 or tokens > above)
+
+    def _as_they_come(self, layer: int, tokens: int, before: int) -> bool:
+        """Whether a block's tokens are quantized as they are written: none waits for others, and nothing reads them in 16 bits."""
+        if layer in self._placement.passing:
+            return True
+        alone = self._placement.fmt.key_window == self._placement.fmt.value_window == Window()
+        return layer in self._placement.whole and alone and not self._own_exact(tokens, before)
+
+    def _converted(self, keys: torch.Tensor, values: torch.Tensor, layer: int, start: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._through("keys", self._sixteen(keys), layer, start), self._through("values", self._sixteen(values), layer, start)
 
     def _sixteen(self, states: torch.Tensor) -> torch.Tensor:
         return states.to(self._placement.cache_dtype).to(states.dtype)

@@ -65,7 +65,7 @@ def test_a_step_leaves_the_caches_that_steps_alone_leave(engine, name):
         caches = [session._started(prompt)[1] for prompt in rows([127, 150, 64], seed=4)]
         twins = [cache.fork() for cache in caches]
         got = session._lockstep.step([5, 6, 7], caches)
-        expected = torch.cat([session._forward([token], twin).logits[0] for token, twin in zip([5, 6, 7], twins, strict=True)])
+        expected = torch.cat([session._forward(session._one([token]), twin).logits[0] for token, twin in zip([5, 6, 7], twins, strict=True)])
     assert torch.allclose(got, expected, atol=1e-4)
     for cache, twin in zip(caches, twins, strict=True):
         assert cache.quantized_tokens() == twin.quantized_tokens()
@@ -82,7 +82,7 @@ def test_sixteen_bit_attention_of_one_query_is_near(tmp_path):
         (_, cache), row = session._started(rows([150])[0]), rows([40], seed=5)[0]
         twin, apart = cache.fork(), []
         for token in row:
-            expected = session._forward([token], twin).logits[0].float()
+            expected = session._forward(session._one([token]), twin).logits[0].float()
             apart.append(float((session._lockstep.step([token], [cache])[0].float() - expected).abs().max() / expected.abs().max()))
     assert max(apart) < 0.03
 
@@ -93,7 +93,7 @@ def test_forks_grow_alone(engine):
         before = [layer.keys for layer in cache.layers]
         twin = cache.fork()
         for token in range(3, 8):
-            session._forward([token], twin)
+            session._forward(session._one([token]), twin)
     assert (cache.get_seq_length(), twin.get_seq_length()) == (190, 195)
     assert all(layer.keys is keys for layer, keys in zip(cache.layers, before, strict=True))
     assert not cache.quantized_tokens()

@@ -49,7 +49,7 @@ DEFAULT_FORMATS = (
     "kvarn_k2v2_g128+balanced",
     "additive",
 )
-FEW_FORMATS = (  # what engines serve, and what may come next; without GEAR and additive codebooks, which take longest and are not ahead anywhere
+FEW_FORMATS = (  # what engines serve, and what may come next; without GEAR and additive codebooks, which take longest
     "fp8_e4m3",
     "int8_per_token_head",
     "int4_per_token_head",

@@ -1,9 +1,11 @@
 """Fixtures for all rooms. Everything here is real: tiny models are transformers models, checkpoints are files."""
 
 import os
+import signal
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores Ctrl-C, and so would the children that tests interrupt
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import numpy as np

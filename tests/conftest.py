@@ -5,7 +5,6 @@ import signal
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores Ctrl-C, and so would the children that tests interrupt
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import numpy as np
@@ -26,6 +25,11 @@ def rows_corpus(lengths: list[int], seed: int = 0, vocab: int = VOCAB, documents
         for row, (length, owner) in enumerate(zip(lengths, owners, strict=True))
     )
     return Corpus(samples, max(owners) + 1, f"rows-{seed}-{lengths}", {"sources": [{"data": "rows"}], "seed": seed})
+
+
+def pytest_configure(config):
+    """A shell's background job ignores Ctrl-C, and so would the children that tests interrupt."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_make_parametrize_id(config, val, argname):

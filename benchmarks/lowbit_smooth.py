@@ -23,9 +23,9 @@ from calibrate.engines.transformers_engine import TransformersEngine
 from calibrate.evaluate.fidelity import kl_lower_bound
 from calibrate.fold import Fold
 from calibrate.fold.apply import fold_model
+from calibrate.fold.job import chosen_folds
 from calibrate.fold.parts import parts_of
-from calibrate.fold.sample import chosen_rows, take_samples
-from calibrate.fold.smooth import smooth
+from calibrate.fold.sample import chosen_rows
 from calibrate.lowbit import make_format
 from calibrate.model import SourceCheckpoint, cache_dtype_of, load_tokenizer
 from calibrate.statistics import CACHE_DTYPES
@@ -42,8 +42,7 @@ def fold_in_memory(engine: TransformersEngine) -> float:
     source = engine.source
     parts = parts_of(engine.model, engine.layout, ("smooth",))
     rows = chosen_rows(corpus_of(source))
-    samples = take_samples(engine.model, engine.layout, rows, CACHE_DTYPES[cache_dtype_of(source)].dtype)
-    chosen = [smooth(samples.pop(index), part) for index, part in parts.items()]
+    chosen = chosen_folds(engine.model, engine.layout, parts, rows, CACHE_DTYPES[cache_dtype_of(source)].dtype, ("smooth",))
     fold_model(engine.model, Fold(("smooth",), tuple(layer for layer, _ in chosen), source.fingerprint), parts)
     return float(np.mean([predicted.after["k"] / predicted.before["k"] for _, predicted in chosen]))
 

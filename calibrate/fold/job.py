@@ -13,13 +13,13 @@ from calibrate.checkpoint.place import check_target
 from calibrate.corpus import Corpus
 from calibrate.errors import CheckFailed
 from calibrate.fold.apply import fold_model, round_to
-from calibrate.fold.artefact import Fold
+from calibrate.fold.artefact import Fold, LayerFold
 from calibrate.fold.choose import Predicted, choose
-from calibrate.fold.parts import check_foldable, parts_of
+from calibrate.fold.parts import Parts, check_foldable, parts_of
 from calibrate.fold.sample import chosen_rows, take_samples
 from calibrate.fold.smooth import smooth
 from calibrate.fold.write import write_folded
-from calibrate.model import SourceCheckpoint, cache_dtype_of, load_model, probe_layout
+from calibrate.model import CacheLayout, SourceCheckpoint, cache_dtype_of, load_model, probe_layout
 from calibrate.progress import note
 from calibrate.statistics import CACHE_DTYPES
 
@@ -77,10 +77,7 @@ def fold_checkpoint(
     rows = chosen_rows(corpus)
     cache_dtype = CACHE_DTYPES[cache_dtype_of(source)].dtype
     note(f"fold {','.join(switches)}: {sum(map(len, rows)):,} tokens of {len(rows)} rows")
-    samples = take_samples(model, layout, rows, cache_dtype)
-    chosen = [
-        smooth(samples.pop(index), part) if "smooth" in switches else choose(samples.pop(index), part, switches) for index, part in parts.items()
-    ]
+    chosen = chosen_folds(model, layout, parts, rows, cache_dtype, switches)
     layers = tuple(layer for layer, _ in chosen)
     check = rows[0][:_CHECK_TOKENS][None].to(model.device)
     measured = _fold_and_measure(model, Fold(switches, layers, source.fingerprint), parts, check, cache_dtype)
@@ -88,6 +85,16 @@ def fold_checkpoint(
     fold = Fold(switches, layers, source.fingerprint, report)
     write_folded(source, fold, parts, output)
     return FoldResult(output, fold)
+
+
+def chosen_folds(
+    model: PreTrainedModel, layout: CacheLayout, parts: dict[int, Parts], rows: Sequence[torch.Tensor], store: torch.dtype, switches: tuple[str, ...]
+) -> list[tuple[LayerFold, Predicted]]:
+    """Run the rows (int64 [length] each), and choose each layer's fold with what it is predicted to gain. store: the cache's 16-bit type."""
+    samples = take_samples(model, layout, rows, store)
+    if "smooth" in switches:
+        return [smooth(samples.pop(index), part) for index, part in parts.items()]
+    return [choose(samples.pop(index), part, switches) for index, part in parts.items()]
 
 
 def _fold_and_measure(model: PreTrainedModel, fold: Fold, parts: dict, check: torch.Tensor, store: torch.dtype) -> dict[str, Any]:

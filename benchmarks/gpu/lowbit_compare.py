@@ -1,7 +1,7 @@
 """`compare --formats default` on a GPU, the formats shared out among processes: one alone keeps a GPU busy for a tenth of its time.
 
-Each process runs the real command on its own links to a calibrated checkpoint, with the 16-bit cache and a share of the formats. The rows are put
-together into one result, judged and drawn as the command does, and written whenever a process has ended.
+Each process runs the real command on its own links to a checkpoint that `run --kvarn` calibrated, with the 16-bit cache and a share of the formats.
+The rows are put together into one result, judged and drawn as the command does, and written whenever a process has ended.
 
 usage: python benchmarks/gpu/lowbit_compare.py --out DIR [--model NAME …] [--processes 8] [--quick]
 """
@@ -16,8 +16,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
-
-from prove import checkpoints
 
 from calibrate.artefact import write_json
 from calibrate.evaluate.pareto import front, recommend
@@ -46,12 +44,23 @@ def linked(checkpoint: Path, place: Path) -> Path:
     return place
 
 
-def compared(checkpoint: Path, formats: list[str], gpu: int, arguments: argparse.Namespace) -> SpectrumResult:
-    words = [sys.executable, "-m", "calibrate", "compare", str(checkpoint), "--formats", ",".join(formats), "--device", arguments.device, "--json"]
+def command(words: list[str], gpu: int, arguments: argparse.Namespace) -> None:
     env = os.environ | ({"CUDA_VISIBLE_DEVICES": str(gpu)} if arguments.device == "cuda" else {})
-    done = subprocess.run([*words, *arguments.more], capture_output=True, text=True, env=env, check=False)
+    words = [sys.executable, "-m", "calibrate", *words, "--device", arguments.device, "--json"]
+    done = subprocess.run(words, capture_output=True, text=True, env=env, check=False)
     if done.returncode:
-        raise RuntimeError(f"exit code {done.returncode}: {done.stderr[-1500:]}")
+        raise RuntimeError(f"{words[3]}: exit code {done.returncode}: {done.stderr[-1500:]}")
+
+
+def calibrated(model: str, arguments: argparse.Namespace) -> Path:
+    place = arguments.work / model
+    if not place.exists():
+        command(["run", str(arguments.models / model), "--kvarn", "--no-verify", "--output", str(place)], 0, arguments)
+    return place
+
+
+def compared(checkpoint: Path, formats: list[str], gpu: int, arguments: argparse.Namespace) -> SpectrumResult:
+    command(["compare", str(checkpoint), "--formats", ",".join(formats), *arguments.more], gpu, arguments)
     return SpectrumResult.model_validate_json(evidence_path(checkpoint).read_text(encoding="utf-8"))
 
 
@@ -68,14 +77,14 @@ def together(results: list[SpectrumResult]) -> SpectrumResult:
 
 def measure(model: str, arguments: argparse.Namespace) -> None:
     started = time.perf_counter()
-    calibrated = checkpoints(arguments.models / model, "base", arguments.work, arguments.device)["tensor"]
+    checkpoint = calibrated(model, arguments)
     parts = shares(arguments.formats or list(DEFAULT_FORMATS), arguments.processes)
     results, errors = [], {}
     head: dict[str, Any] = {"schema": "kv-calibrate/lowbit-compare/1", "model": model, "processes": len(parts)}
     with ThreadPoolExecutor(len(parts)) as pool:
         jobs = {}
         for number, share in enumerate(parts):
-            place = linked(calibrated, arguments.work / f"{model}-formats-{number}")
+            place = linked(checkpoint, arguments.work / f"{model}-formats-{number}")
             jobs[pool.submit(compared, place, share, number % arguments.gpus, arguments)] = share
         for done in as_completed(jobs):
             try:

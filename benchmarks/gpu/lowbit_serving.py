@@ -4,10 +4,10 @@ The same held-out rows and the same needles through every format that vLLM lists
 name in `calibrate.lowbit`. Each is compared with the 16-bit cache of its own engine (vLLM: of its own attention backend). FP8 runs at scale 1.0.
 What does not start is kept as its error text. One file a model, rewritten after every session.
 
-`--sdpa` lets TurboQuant run where FlashAttention 2, to which vLLM binds it, does not: in these sessions alone, prompts of the TurboQuant layers and
-everything in the four 16-bit layers attend by torch's scaled_dot_product_attention (sdpa_session_child.py). Their backend then reads "…, SDPA".
+`--patch` exchanges one part of vLLM where it does not run as it is (patched_session_child.py), in the sessions of the formats concerned: `fa3` or
+`sdpa` for TurboQuant, which vLLM binds to FlashAttention 2, `triton-hadamard` for INT4. The sessions' names end in the patch.
 
-usage: python benchmarks/gpu/lowbit_serving.py --out DIR [--model NAME …] [--only turboquant --sdpa] [--quick]
+usage: python benchmarks/gpu/lowbit_serving.py --out DIR [--model NAME …] [--only NAME …] [--patch fa3 triton-hadamard] [--quick]
 """
 
 import argparse
@@ -18,11 +18,13 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
 import numpy as np
+from patched_session_child import PATCHES
 from prove import Load, load_for
 
 from calibrate.artefact import write_json
@@ -32,6 +34,7 @@ from calibrate.engines.session import EngineInfo, Session, TokenScores, Variant
 from calibrate.engines.transformers_engine import TransformersEngine
 from calibrate.engines.verify import backends, engine_env
 from calibrate.engines.vllm_engine import VllmSession
+from calibrate.engines.vllm_session_child import TOP
 from calibrate.errors import CalibrateError
 from calibrate.evaluate.fidelity import fidelity
 from calibrate.evaluate.mcnemar import compare_cells
@@ -70,6 +73,7 @@ OURS = [
     "turboquant_k3v4_nc",
     "turboquant_3bit_nc",
 ]
+FLASH = ("fa3", "sdpa")
 # vLLM's name → ours, where they differ. "+q": the queries too, as vLLM's FP8 kernels do on CUDA.
 SAME = {"auto": "16-bit", "fp8": "fp8_e4m3+q"}
 # Written before the first run: whether |Δ log p| of vLLM's kernel and of ours agree within a quarter.
@@ -85,7 +89,7 @@ def asked(session: Session, load: Load, prompter: Prompter, info: EngineInfo) ->
     return info, scores, [each.cell(text, plain=prompter.form == "plain") for each, text in zip(load.asked, told, strict=True)]
 
 
-def through_vllm(model: Path, dtype: str, backend: str | None, gpu: int, load: Load, arguments: argparse.Namespace) -> Answers:
+def through_vllm(model: Path, dtype: str, backend: str | None, patch: str | None, gpu: int, load: Load, arguments: argparse.Namespace) -> Answers:
     """One session of real vLLM with this cache; no scales are in the checkpoint, so that FP8 runs at 1.0."""
     source, distribution = SourceCheckpoint.open(model), vllm_distribution()
     cuda = uses_cuda(distribution)
@@ -95,7 +99,7 @@ def through_vllm(model: Path, dtype: str, backend: str | None, gpu: int, load: L
         "kv_cache_dtype": dtype,
         "max_model_len": load.longest + 1,
         "max_num_batched_tokens": arguments.block,
-        "max_num_seqs": 64,
+        "max_num_seqs": 1 if patch in FLASH else 64,  # one at a time: blocks of one row are whole, as ours are
         "seed": 0,
         "kv_cache_memory_bytes": 2 << 30,
     }
@@ -104,12 +108,12 @@ def through_vllm(model: Path, dtype: str, backend: str | None, gpu: int, load: L
         if backend is not None:
             job["attention_backend"] = backend
     env = engine_env(1, cuda) | {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"} | ({"CUDA_VISIBLE_DEVICES": str(gpu)} if cuda else {})
-    sdpa = arguments.sdpa and dtype.startswith("turboquant_")
-    module = "benchmarks.gpu.sdpa_session_child" if sdpa else "calibrate.engines.vllm_session_child"
-    with conversation(module, {"arguments": job}, 300, env) as child:
+    module = "calibrate.engines.vllm_session_child" if patch is None else "benchmarks.gpu.patched_session_child"
+    with conversation(module, {"arguments": job, "patch": patch}, 300, env) as child:
         hello = child.hello
         layers = [record for records in hello["ranks"] for record in records if record["caches"]]
-        flash = ", SDPA" if sdpa else "".join(f" (FA{number})" for number in sorted({record["flash"] for record in layers} - {None}))
+        version = "".join(f" (FA{number})" for number in sorted({record["flash"] for record in layers} - {None}))
+        flash = version if patch is None else f", {patch}"
         held = sorted({f"{record['kv_cache_dtype']} ({record['cache_dtype']})" for record in layers})
         info = EngineInfo(
             engine="vllm",
@@ -144,6 +148,13 @@ def ones(engine: TransformersEngine) -> Scales:
     return Scales(layers, PolicyOptions(), engine.layout.as_dict(), "", {}, ())
 
 
+def patches(dtype: str, backend: str | None, wanted: list[str]) -> list[str | None]:
+    """The patches with which a format is run, None for vLLM as it is. A patched attention gets a 16-bit session of its own to be compared with."""
+    found = [name for name in wanted if dtype.startswith(PATCHES[name][1])]
+    beside = [name for name in wanted if name in FLASH] if (dtype, backend) == ("auto", "FLASH_ATTN") else []
+    return [None, *beside] if beside else list(found) or [None]
+
+
 def ours(model: str, name: str, gpu: int, arguments: argparse.Namespace) -> Answers:
     """A format of ours in a process of its own."""
     path = arguments.work / f"{model}-{name}.json"
@@ -156,7 +167,8 @@ def ours(model: str, name: str, gpu: int, arguments: argparse.Namespace) -> Answ
         raise CalibrateError((done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
     told = json.loads(path.read_text(encoding="utf-8"))
     with np.load(path.with_suffix(".npz")) as file:
-        scores = [TokenScores(*(file[f"{row}.{field}"] for field in ("logprob", "top_ids", "top_logprobs"))) for row in range(told["rows"])]
+        rows = ([file[f"{row}.{field}"] for field in ("logprob", "top_ids", "top_logprobs")] for row in range(told["rows"]))
+        scores = [TokenScores(own, ids[:, :TOP], likely[:, :TOP]) for own, ids, likely in rows]  # KL is a bound that grows with tokens listed
     return EngineInfo(**told["info"]), scores, [Cell(**cell) for cell in told["cells"]]
 
 
@@ -171,10 +183,13 @@ def measure(model: str, arguments: argparse.Namespace) -> None:
     references: dict[str, str | None] = {}
     jobs: list[tuple[str, str | None, Callable[[int], Answers]]] = []
     for dtype, backend, reference in SERVED if "vllm" in arguments.engine else ():
-        jobs.append((f"{dtype} {backend or ''}".strip(), reference, lambda gpu, d=dtype, b=backend: through_vllm(path, d, b, gpu, load, arguments)))
+        for patch in patches(dtype, backend, arguments.patch):
+            label, other = (" ".join(word for word in words if word) for words in ((dtype, backend, patch), (reference, patch)))
+            compared_with = reference and (other if patch in FLASH else reference)
+            jobs.append((label, compared_with, partial(through_vllm, path, dtype, backend, patch, load=load, arguments=arguments)))
     for name in OURS if "transformers" in arguments.engine else ():
         reference = None if name == "16-bit" else "ours 16-bit"
-        jobs.append((f"ours {name}", reference, lambda gpu, name=name: ours(model, name, gpu, arguments)))
+        jobs.append((f"ours {name}", reference, partial(ours, model, name, arguments=arguments)))
     if arguments.only:
         jobs = [job for job in jobs if any(word in job[0] for word in arguments.only)]
 
@@ -243,7 +258,7 @@ def main() -> None:
     parser.add_argument("--model", nargs="+", default=["SmolLM2-135M-Instruct", "Qwen2.5-Coder-0.5B-Instruct"], help="folders in --models")
     parser.add_argument("--engine", nargs="+", default=["vllm", "transformers"], choices=["vllm", "transformers"])
     parser.add_argument("--only", nargs="+", help="sessions whose name holds one of these")
-    parser.add_argument("--sdpa", action="store_true", help="TurboQuant's sessions without FlashAttention 2")
+    parser.add_argument("--patch", nargs="+", default=[], choices=list(PATCHES), help="parts of vLLM to exchange")
     parser.add_argument("--work", type=Path, default=Path("/tmp/lowbit-serving"))
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--gpus", type=int, default=1, help="GPUs among which sessions are shared out")

@@ -29,8 +29,8 @@ def judge(
 ) -> tuple[Verdict, list[str]]:
     """A verdict and what it rests on.
 
-    "production": within the strict bounds, nearly all needles and problems solved that the 16-bit cache solves, enough needles asked, and a
-    released vLLM serves it.
+    "production": within the strict bounds, nearly all needles solved that the 16-bit cache solves, which are enough, nearly all problems where they
+    are enough, and a released vLLM serves it.
     "pilot": within the wide bounds and nothing lost beyond chance; or production in all but a vLLM that serves it or enough questions.
     "no": anything else.
     """
@@ -41,7 +41,8 @@ def judge(
         if hits is not None and hits.p_worse < bounds.significance:
             lost.append(f"{name}: {hits.hits} of {hits.asked}, {hits.lost} lost and {hits.won} won against 16 bits (McNemar p = {hits.p_worse:.2g})")
         elif hits is None or hits.sixteen_bit < bounds.least_hits:
-            asked.append(f"{name}: the 16-bit cache solved fewer than {bounds.least_hits}, too few to tell" if hits else f"{name}: not asked")
+            few = f"fewer than {bounds.least_hits}, too few to tell"
+            asked.append(f"{name}: {hits.hits} of {hits.asked}, the 16-bit cache {hits.sixteen_bit}: {few}" if hits else f"{name}: not asked")
     if lost or kl.high > bounds.pilot_kl or ratio.high > bounds.pilot_ratio:
         wide = (
             []
@@ -54,7 +55,7 @@ def judge(
         missing.append(f"{figures}: beyond {bounds.production_kl:g} or {bounds.production_ratio:g}")
     missing += [text for text in asked if text.startswith("needles")]
     for name, hits in (("needles", needles), ("problems", problems)):
-        if hits is not None and hits.hits < bounds.production_recall * hits.sixteen_bit:
+        if hits is not None and bounds.least_hits <= hits.sixteen_bit and hits.hits < bounds.production_recall * hits.sixteen_bit:
             missing.append(f"{name}: {hits.hits} of {hits.asked}, the 16-bit cache {hits.sixteen_bit}: below {bounds.production_recall:.0%} of that")
     if served_as is None:
         missing.append("no released vLLM serves it")

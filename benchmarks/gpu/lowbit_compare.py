@@ -64,15 +64,15 @@ def compared(checkpoint: Path, formats: list[str], gpu: int, arguments: argparse
     return SpectrumResult.model_validate_json(evidence_path(checkpoint).read_text(encoding="utf-8"))
 
 
-def together(results: list[SpectrumResult]) -> SpectrumResult:
+def together(model: str, results: list[SpectrumResult]) -> SpectrumResult:
     """One result of all rows, in the command's order; the 16-bit row is the same in each."""
     rows = {row.variant: row for result in results for row in result.rows}
     order = [SIXTEEN_BIT, *(name for name in DEFAULT_FORMATS if name in rows), *sorted(set(rows) - {SIXTEEN_BIT, *DEFAULT_FORMATS})]
     found = [rows[name] for name in order]
     left_out = {name: reason for result in results for name, reason in result.left_out.items()}
     offline = {name: value for result in results for name, value in result.offline.items()}
-    changes = {"rows": tuple(found), "front": front(found), "recommendation": recommend(found), "left_out": left_out, "offline": offline}
-    return results[0].model_copy(update=changes)
+    told = {"model": model, "recommendation": recommend(found), "left_out": left_out, "offline": offline}
+    return results[0].model_copy(update={"rows": tuple(found), "front": front(found), **told})
 
 
 def measure(model: str, arguments: argparse.Namespace) -> None:
@@ -94,7 +94,7 @@ def measure(model: str, arguments: argparse.Namespace) -> None:
             seconds = round(time.perf_counter() - started, 1)
             print(f"  {model} {','.join(jobs[done])}: {seconds} s {errors.get(','.join(jobs[done]), '')}", flush=True)
             if results:
-                whole = together(results)
+                whole = together(model, results)
                 write_json(
                     arguments.out / f"formats-{model}.json",
                     head | {"seconds": seconds, "errors": errors, "result": json.loads(whole.model_dump_json())},

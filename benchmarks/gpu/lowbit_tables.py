@@ -36,7 +36,8 @@ def together(files: list[dict[str, Any]]) -> SpectrumResult:
     for row in sorted(found.values(), key=lambda row: -row.bytes_per_token):
         verdict, reasons = judge(row.fidelity, row.served_as, row.needles, row.reasoning, SpectrumBounds())
         rows.append(row.model_copy(update={"verdict": verdict, "reasons": tuple(reasons)}))
-    return results[0].model_copy(update={"rows": tuple(rows), "front": front(rows), "recommendation": recommend(rows)})
+    changes = {"model": files[0].get("model", results[0].model), "rows": tuple(rows), "front": front(rows), "recommendation": recommend(rows)}
+    return results[0].model_copy(update=changes)
 
 
 def hits(found: Hits | None, reference: bool) -> str:

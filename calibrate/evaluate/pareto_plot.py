@@ -57,7 +57,9 @@ def picture(result: SpectrumResult) -> bytes:
             label=family if family not in drawn else None,
         )
         drawn.add(family)
-    axes.margins(x=0.12)  # room for the last label
+    axes.margins(x=0.05)
+    left, right = axes.get_xlim()
+    axes.set_xlim(left, right + 0.15 * (right - left))  # room for the last labels
     axes.set(yscale="log", xlabel="cache bytes, % of 16 bits", ylabel="KL to the 16-bit cache, nats a token")
     _label(axes, rows, whole)
     axes.grid(color="#e5e5e5", linewidth=0.6)

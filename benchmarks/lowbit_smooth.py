@@ -38,13 +38,14 @@ def corpus_of(source: SourceCheckpoint, **options) -> Corpus:
 
 
 def fold_in_memory(engine: TransformersEngine) -> float:
-    """Fold the engine's model. Returns the predicted noise in logits, mean over layers, as a share of what it was."""
+    """Fold the engine's model. Returns the predicted noise in logits of all layers as a share of what it was."""
     source = engine.source
     parts = parts_of(engine.model, engine.layout, ("smooth",))
     rows = chosen_rows(corpus_of(source))
     chosen = chosen_folds(engine.model, engine.layout, parts, rows, CACHE_DTYPES[cache_dtype_of(source)].dtype, ("smooth",))
     fold_model(engine.model, Fold(("smooth",), tuple(layer for layer, _ in chosen), source.fingerprint), parts)
-    return float(np.mean([predicted.after["k"] / predicted.before["k"] for _, predicted in chosen]))
+    before, after = (sum(side["k"] for side in sides) for sides in zip(*((each.before, each.after) for _, each in chosen), strict=True))
+    return after / before
 
 
 def measured(engine: TransformersEngine, corpus: Corpus, formats: list[str]) -> tuple[list[TokenScores], dict[str, list[float]]]:

@@ -3,7 +3,7 @@
 Each process runs the real command on its own links to a checkpoint that `run --kvarn` calibrated, with the 16-bit cache and a share of the formats.
 The rows are put together into one result, judged and drawn as the command does, and written whenever a process has ended.
 
-usage: python benchmarks/gpu/lowbit_compare.py --out DIR [--model NAME …] [--processes 8] [--quick]
+usage: python benchmarks/gpu/lowbit_compare.py --out DIR [--model NAME …] [--processes 11] [--quick]
 """
 
 import argparse
@@ -17,10 +17,10 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
+from lowbit_tables import together
+
 from calibrate.artefact import write_json
-from calibrate.evaluate.pareto import front, recommend
 from calibrate.evaluate.pareto_plot import draw
-from calibrate.evaluate.results import SIXTEEN_BIT
 from calibrate.evaluate.spectrum import DEFAULT_FORMATS, evidence_path
 from calibrate.evaluate.spectrum_result import SpectrumResult
 
@@ -53,6 +53,7 @@ def command(words: list[str], gpu: int, arguments: argparse.Namespace) -> None:
 
 
 def calibrated(model: str, arguments: argparse.Namespace) -> Path:
+    """Made once; `run` writes a whole checkpoint or none."""
     place = arguments.work / model
     if not place.exists():
         command(["run", str(arguments.models / model), "--kvarn", "--no-verify", "--output", str(place)], 0, arguments)
@@ -62,17 +63,6 @@ def calibrated(model: str, arguments: argparse.Namespace) -> Path:
 def compared(checkpoint: Path, formats: list[str], gpu: int, arguments: argparse.Namespace) -> SpectrumResult:
     command(["compare", str(checkpoint), "--formats", ",".join(formats), *arguments.more], gpu, arguments)
     return SpectrumResult.model_validate_json(evidence_path(checkpoint).read_text(encoding="utf-8"))
-
-
-def together(model: str, results: list[SpectrumResult]) -> SpectrumResult:
-    """One result of all rows, in the command's order; the 16-bit row is the same in each."""
-    rows = {row.variant: row for result in results for row in result.rows}
-    order = [SIXTEEN_BIT, *(name for name in DEFAULT_FORMATS if name in rows), *sorted(set(rows) - {SIXTEEN_BIT, *DEFAULT_FORMATS})]
-    found = [rows[name] for name in order]
-    left_out = {name: reason for result in results for name, reason in result.left_out.items()}
-    offline = {name: value for result in results for name, value in result.offline.items()}
-    told = {"model": model, "recommendation": recommend(found), "left_out": left_out, "offline": offline}
-    return results[0].model_copy(update={"rows": tuple(found), "front": front(found), **told})
 
 
 def measure(model: str, arguments: argparse.Namespace) -> None:
@@ -101,8 +91,6 @@ def measure(model: str, arguments: argparse.Namespace) -> None:
                 )
     if results:
         draw(whole, arguments.out / f"formats-{model}.png")
-    if errors:
-        write_json(arguments.out / f"formats-{model}-errors.json", errors)
     print(f"{model}: {time.perf_counter() - started:.0f} s", flush=True)
 
 

@@ -75,7 +75,7 @@ OURS = [
 ]
 FLASH = ("fa3", "sdpa")
 # vLLM's name → ours, where they differ. "+q": the queries too, as vLLM's FP8 kernels do on CUDA.
-SAME = {"auto": "16-bit", "fp8": "fp8_e4m3+q"}
+SAME = {"fp8": "fp8_e4m3+q"}
 # Written before the first run: whether |Δ log p| of vLLM's kernel and of ours agree within a quarter.
 PREDICTED = dict.fromkeys(OURS[1:], True)
 Answers = tuple[EngineInfo, list[TokenScores], list[Cell]]
@@ -99,7 +99,7 @@ def through_vllm(model: Path, dtype: str, backend: str | None, patch: str | None
         "kv_cache_dtype": dtype,
         "max_model_len": load.longest + 1,
         "max_num_batched_tokens": arguments.block,
-        "max_num_seqs": 1 if patch in FLASH else 64,  # one at a time: blocks of one row are whole, as ours are
+        "max_num_seqs": 1 if patch in FLASH or dtype.startswith("turboquant_") else 64,  # one at a time: a row's blocks are whole, as ours are
         "seed": 0,
         "kv_cache_memory_bytes": 2 << 30,
     }
@@ -150,9 +150,14 @@ def ones(engine: TransformersEngine) -> Scales:
 
 def patches(dtype: str, backend: str | None, wanted: list[str]) -> list[str | None]:
     """The patches with which a format is run, None for vLLM as it is. A patched attention gets a 16-bit session of its own to be compared with."""
-    found = [name for name in wanted if dtype.startswith(PATCHES[name][1])]
-    beside = [name for name in wanted if name in FLASH] if (dtype, backend) == ("auto", "FLASH_ATTN") else []
-    return [None, *beside] if beside else list(found) or [None]
+    if (dtype, backend) == ("auto", "FLASH_ATTN"):
+        return [None, *(name for name in wanted if name in FLASH)]
+    found: list[str | None] = [name for name in wanted if dtype.startswith(PATCHES[name][1])]
+    return found or [None]
+
+
+def named(*words: str | None) -> str:
+    return " ".join(word for word in words if word)
 
 
 def ours(model: str, name: str, gpu: int, arguments: argparse.Namespace) -> Answers:
@@ -184,14 +189,15 @@ def measure(model: str, arguments: argparse.Namespace) -> None:
     jobs: list[tuple[str, str | None, Callable[[int], Answers]]] = []
     for dtype, backend, reference in SERVED if "vllm" in arguments.engine else ():
         for patch in patches(dtype, backend, arguments.patch):
-            label, other = (" ".join(word for word in words if word) for words in ((dtype, backend, patch), (reference, patch)))
-            compared_with = reference and (other if patch in FLASH else reference)
-            jobs.append((label, compared_with, partial(through_vllm, path, dtype, backend, patch, load=load, arguments=arguments)))
+            compared_with = reference and named(reference, patch if patch in FLASH else None)
+            work = partial(through_vllm, path, dtype, backend, patch, load=load, arguments=arguments)
+            jobs.append((named(dtype, backend, patch), compared_with, work))
     for name in OURS if "transformers" in arguments.engine else ():
         reference = None if name == "16-bit" else "ours 16-bit"
         jobs.append((f"ours {name}", reference, partial(ours, model, name, arguments=arguments)))
     if arguments.only:
-        jobs = [job for job in jobs if any(word in job[0] for word in arguments.only)]
+        chosen = {label: reference for label, reference, _ in jobs if any(word in label for word in arguments.only)}
+        jobs = [job for job in jobs if job[0] in chosen or job[0] in chosen.values()]
 
     def run(numbered: tuple[int, tuple[str, str | None, Callable[[int], Answers]]]) -> None:
         number, (label, reference, work) = numbered
@@ -257,7 +263,7 @@ def main() -> None:
     parser.add_argument("--models", type=Path, default=Path("/tmp/models"))
     parser.add_argument("--model", nargs="+", default=["SmolLM2-135M-Instruct", "Qwen2.5-Coder-0.5B-Instruct"], help="folders in --models")
     parser.add_argument("--engine", nargs="+", default=["vllm", "transformers"], choices=["vllm", "transformers"])
-    parser.add_argument("--only", nargs="+", help="sessions whose name holds one of these")
+    parser.add_argument("--only", nargs="+", help="sessions whose name holds one of these, and what they are compared with")
     parser.add_argument("--patch", nargs="+", default=[], choices=list(PATCHES), help="parts of vLLM to exchange")
     parser.add_argument("--work", type=Path, default=Path("/tmp/lowbit-serving"))
     parser.add_argument("--device", default="cuda")

@@ -1,7 +1,7 @@
-"""Tables of docs/lowbit.md and docs/lowbit-serving.md from the files that lowbit_compare.py and lowbit_serving.py wrote.
+"""Tables of docs/lowbit-results.md and docs/lowbit-serving.md from the files that lowbit_compare.py and lowbit_serving.py wrote.
 
 usage: python benchmarks/gpu/lowbit_tables.py formats-MODEL.json … [--against FORMAT] [--plot FILE.png]     one table of all the files' formats
-       python benchmarks/gpu/lowbit_tables.py lowbit-MODEL.json                                            vLLM's kernels beside ours
+       python benchmarks/gpu/lowbit_tables.py lowbit-MODEL.json …                                          vLLM's kernels beside ours, file by file
 """
 
 import argparse
@@ -28,16 +28,22 @@ def quotient(one: Fidelity, other: Fidelity, field: str) -> Interval:
     return bootstrap(np.stack([ours, theirs], axis=1), lambda drawn: drawn[:, 0] / drawn[:, 1])
 
 
-def together(files: list[dict[str, Any]]) -> SpectrumResult:
-    """One result of all rows, judged anew: the 16-bit cache's of the first file."""
-    results = [SpectrumResult.model_validate(each["result"]) for each in files]
+def together(model: str, results: list[SpectrumResult]) -> SpectrumResult:
+    """One result of all formats, the largest first and judged anew. A format that several hold, as the 16-bit cache, is the first's.
+
+    Raises:
+        ValueError: they were scored on other text or at another length, so that their documents are no pairs.
+    """
+    if len({(each.corpus["digest"], each.context, each.measured_length) for each in results}) > 1:
+        raise ValueError("results of other text or another length than the first's")
     found = {row.variant: row for result in reversed(results) for row in result.rows}
     rows = [found.pop(SIXTEEN_BIT)]
     for row in sorted(found.values(), key=lambda row: -row.bytes_per_token):
         verdict, reasons = judge(row.fidelity, row.served_as, row.needles, row.reasoning, SpectrumBounds())
         rows.append(row.model_copy(update={"verdict": verdict, "reasons": tuple(reasons)}))
-    changes = {"model": files[0].get("model", results[0].model), "rows": tuple(rows), "front": front(rows), "recommendation": recommend(rows)}
-    return results[0].model_copy(update=changes)
+    left_out, offline = ({name: value for each in results for name, value in getattr(each, field).items()} for field in ("left_out", "offline"))
+    told = {"model": model, "recommendation": recommend(rows), "left_out": left_out, "offline": offline}
+    return results[0].model_copy(update={"rows": tuple(rows), "front": front(rows), **told})
 
 
 def hits(found: Hits | None, reference: bool) -> str:
@@ -78,7 +84,7 @@ def serving(result: dict[str, Any]) -> list[str]:
         figures = [shown(found.mean_abs_delta_logprob, 4), shown(found.kl_mean, 4), f"{found.top1_agreement.value:.1%}"]
         figures.append(f"{sum(cell['hit'] for cell in row['cells'])} (−{row['lost']}, +{row['won']})")
         mine = rows.get(pairs.get(name, ""))
-        if mine is not None:
+        if mine:
             other = Fidelity.model_validate(mine["fidelity"] | {"engine": mine["engine"]})
             figures += [shown(quotient(found, other, field), 2) for field in ("abs_delta_logprob", "kl")]
         lines.append(f"| {name} | {' | '.join(figures)} |{'' if mine else ' | |'}")
@@ -93,9 +99,10 @@ def main() -> None:
     arguments = parser.parse_args()
     files = [json.loads(path.read_text(encoding="utf-8")) for path in arguments.files]
     if "result" not in files[0]:
-        print("\n".join(serving(files[0])))
+        for each in files:
+            print("\n".join([each["model"], "", *serving(each), ""]))
         return
-    result = together(files)
+    result = together(files[0]["model"], [SpectrumResult.model_validate(each["result"]) for each in files])
     print("\n".join(formats(result, arguments.against)))
     if arguments.plot:
         draw(result, arguments.plot)

@@ -1,7 +1,8 @@
 """The child of a vLLM session with one part of vLLM exchanged, before the engine is made, which with one rank runs in this very process.
 
 vLLM binds TurboQuant, and the 16-bit layers beside it, to FlashAttention 2 (`engine/arg_utils.py`). Both backends call one function by its name in
-their own module: `fa3` has that function run FlashAttention 3 (as vLLM's pull request 47531 does), `sdpa` puts torch's attention in its place.
+their own module: `fa3` has that function run FlashAttention 3, `sdpa` puts torch's attention in its place. Both backends are told version 2, as vLLM
+binds them to, also where its library is not there.
 `triton-hadamard` has INT4 rotate by vLLM's own Triton kernel instead of hadacore's. The kernels that store, dequantize and decode stay vLLM's.
 `python -m benchmarks.gpu.patched_session_child JOB.json`, JOB with the patch's name as `patch`.
 """
@@ -17,7 +18,7 @@ from calibrate.engines.child import converse
 from calibrate.engines.vllm_session_child import start as start_session
 from calibrate.errors import CheckFailed
 
-NAME = "flash_attn_varlen_func"
+NAME, VERSION = "flash_attn_varlen_func", "get_flash_attn_version"
 # Hints for FlashAttention's scheduling, and scales of an FP8 cache, which FlashAttention 2 does not read either.
 _NO_MATTER = {
     "max_seqlen_q",
@@ -111,10 +112,11 @@ def install(attention: Callable[[Callable[..., Any]], Callable[..., Any]]) -> No
     from vllm.v1.attention.backends import flash_attn, turboquant_attn
 
     for backend in (flash_attn, turboquant_attn):
-        if not hasattr(backend, NAME):
-            raise CheckFailed(f"{backend.__name__} has no {NAME} to replace")
+        for name in (NAME, VERSION):
+            if not hasattr(backend, name):
+                raise CheckFailed(f"{backend.__name__} has no {name} to replace")
         setattr(backend, NAME, attention(getattr(backend, NAME)))
-        backend.get_flash_attn_version = lambda *_, **__: 2  # what vLLM binds these layers to, also where its library is not there
+        setattr(backend, VERSION, lambda *_, **__: 2)
 
 
 def install_sdpa() -> None:

@@ -83,12 +83,12 @@ class _Together(DynamicCache):
         """Store a token of each, converted for all at once where it can be. What is returned is no more than the new token: `Lockstep.around`
         attends to `read`.
         """
-        together = self._caches[0].at_once(key_states, value_states, layer_idx)
-        keys, values = together or (key_states, value_states)
-        self.read[layer_idx] = [
-            (cache.update if together is None else cache.append)(keys[number : number + 1], values[number : number + 1], layer_idx, *args, **kwargs)
-            for number, cache in enumerate(self._caches)
-        ]
+        starts = [cache.get_seq_length(layer_idx) for cache in self._caches]
+        together = self._caches[0].at_once(key_states, value_states, layer_idx, starts)
+        read = self.read[layer_idx] = []
+        for number, cache in enumerate(self._caches):
+            own = [states[number : number + 1] for states in together or (key_states, value_states)]
+            read.append(cache.append(own, layer_idx, *args, **kwargs) if together else cache.update(*own, layer_idx, *args, **kwargs))
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

@@ -1,6 +1,6 @@
 """A KV cache that holds what an FP8 engine's would: every K and V is quantized as it is written, and only the quantized values are ever read."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from copy import copy
 from typing import Any
 
@@ -91,12 +91,13 @@ class QuantizedCache(DynamicCache):
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any):
         """Store and return quantized K and V, [batch, kv_heads, seq, head_dim]: this block attends to them as later ones will."""
-        return self.append(*self.at_once(key_states, value_states, layer_idx), layer_idx, *args, **kwargs)
+        return self.append(self.at_once(key_states, value_states, layer_idx), layer_idx, *args, **kwargs)
 
-    def at_once(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """What K and V of any tokens, also of several sequences, become in such a cache, for `append`."""
+    def at_once(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, starts: Sequence[int] = ()) -> Sequence[torch.Tensor]:
+        """What K and V of any tokens, also of several sequences, become in such a cache, for `append`, wherever they stand."""
         return self._quantizer(layer_idx, "k", key_states), self._quantizer(layer_idx, "v", value_states)
 
-    def append(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any):
+    def append(self, states: Sequence[torch.Tensor], layer_idx: int, *args: Any, **kwargs: Any):
         """Store and return K and V that are quantized."""
+        keys, values = states
         return super().update(keys, values, layer_idx, *args, **kwargs)

@@ -17,7 +17,9 @@ class SpectrumBounds(BaseModel):
 
     production_kl: float = Field(0.03, gt=0, description="upper end of the interval of mean KL to the 16-bit cache, nats a token")
     production_ratio: float = Field(1.03, gt=1, description="upper end of the interval of the perplexity ratio")
-    production_recall: float = Field(0.95, gt=0, le=1, description="needles and problems solved, of those that the 16-bit cache solves")
+    production_recall: float = Field(
+        0.95, gt=0, le=1, description="needles and problems solved, of those that the 16-bit cache solves, which are `least_hits` or more"
+    )
     pilot_kl: float = Field(0.15, gt=0)
     pilot_ratio: float = Field(1.10, gt=1)
     significance: float = Field(0.05, gt=0, lt=1, description="of McNemar's test that needles or problems were lost")
@@ -36,13 +38,14 @@ def judge(
     """
     kl, ratio = fidelity.kl_mean, fidelity.perplexity_ratio
     figures = f"KL {kl.value:.2g} (to {kl.high:.2g}), perplexity ratio {ratio.value:.4f} (to {ratio.high:.4f})"
-    lost, asked = [], []
+    lost: list[str] = []
+    untold: dict[str, str] = {}
     for name, hits in (("needles", needles), ("problems", problems)):
         if hits is not None and hits.p_worse < bounds.significance:
             lost.append(f"{name}: {hits.hits} of {hits.asked}, {hits.lost} lost and {hits.won} won against 16 bits (McNemar p = {hits.p_worse:.2g})")
         elif hits is None or hits.sixteen_bit < bounds.least_hits:
             few = f"fewer than {bounds.least_hits}, too few to tell"
-            asked.append(f"{name}: {hits.hits} of {hits.asked}, the 16-bit cache {hits.sixteen_bit}: {few}" if hits else f"{name}: not asked")
+            untold[name] = f"{name}: {hits.hits} of {hits.asked}, the 16-bit cache {hits.sixteen_bit}: {few}" if hits else f"{name}: not asked"
     if lost or kl.high > bounds.pilot_kl or ratio.high > bounds.pilot_ratio:
         wide = (
             []
@@ -53,13 +56,14 @@ def judge(
     missing = []
     if kl.high > bounds.production_kl or ratio.high > bounds.production_ratio:
         missing.append(f"{figures}: beyond {bounds.production_kl:g} or {bounds.production_ratio:g}")
-    missing += [text for text in asked if text.startswith("needles")]
+    if "needles" in untold:
+        missing.append(untold["needles"])
     for name, hits in (("needles", needles), ("problems", problems)):
         if hits is not None and bounds.least_hits <= hits.sixteen_bit and hits.hits < bounds.production_recall * hits.sixteen_bit:
             missing.append(f"{name}: {hits.hits} of {hits.asked}, the 16-bit cache {hits.sixteen_bit}: below {bounds.production_recall:.0%} of that")
     if served_as is None:
         missing.append("no released vLLM serves it")
-    return ("pilot", missing) if missing else ("production", [figures, *asked])
+    return ("pilot", missing) if missing else ("production", [figures, *untold.values()])
 
 
 def front(rows: Sequence[FormatRow]) -> tuple[str, ...]:

@@ -41,7 +41,7 @@ class FoldResult:
         means = {kind: f"{entry['mean']:.2f}" for kind, entry in report["predicted"].items()}
         error = "FP8 error predicted at " + ", ".join(f"{kind} {mean}" for kind, mean in means.items())
         if for_rotated:
-            error = f"noise of rotated keys in logits predicted at {means['logits']}"
+            error = f"noise of rotated keys in logits predicted at {report['predicted']['logits']['total']:.2f}"
         moved = ", ".join(f"{count:,} {name}" for name, count in report["moved"].items() if count)
         rounding = f"rounding the weights again moves log p by {report['rounding']['mean_abs_dlogp']:.4f}"
         if for_rotated and not report["logits_change"] and not report["rounding"]["weights"]:
@@ -128,12 +128,15 @@ def _log_p(logits: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
 
 
 def _ratios(predicted: Sequence[Predicted]) -> dict[str, Any]:
-    """Predicted error after folding over that before, of K, of Q where it counts and of both together: mean over layers, and each layer's."""
+    """Predicted error after folding over that before, of K, of Q where it counts and of both together: each layer's, their mean, and that of all
+    layers' errors summed."""
     result, both = {}, all("q" in one.before for one in predicted)
     for name, kinds in ({"k": "k", "q": "q", "logits": "kq"} if both else {"logits": "k"}).items():
-        errors = [[sum(side[kind] for kind in kinds) for side in (one.before, one.after)] for one in predicted]
+        errors = [[sum(side[kind] for kind in kinds) for side in (one.before, one.after)] for one in predicted]  # [layers, 2]
         by_layer = [after / before if before else 1.0 for before, after in errors]
-        result[name] = {"mean": float(np.mean(by_layer)), "layers": [round(ratio, 4) for ratio in by_layer]}
+        before, after = (sum(each) for each in zip(*errors, strict=True))
+        total = after / before if before else 1.0
+        result[name] = {"total": total, "mean": float(np.mean(by_layer)), "layers": [round(ratio, 4) for ratio in by_layer]}
     return result
 
 

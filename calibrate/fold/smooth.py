@@ -23,15 +23,17 @@ _Energies = tuple[np.ndarray, np.ndarray]  # E[k²] and E[q²] of each pair, the
 def smooth(sample: LayerSample, parts: Parts) -> tuple[LayerFold, Predicted]:
     """Choose the factors of one layer.
 
-    The prediction holds "k" alone, since these formats leave Q as it is: the noise of logits, held out, in units of each head's own without factors.
+    The prediction holds "k" alone, since these formats leave Q as it is: the noise of logits, held out, summed over KV heads, up to a factor that is
+    the format's and the same for all layers.
     """
     one, two = (_energies(half, parts) for half in sample.halves())
-    after = (_noise(two, _factors(one, parts), parts) + _noise(one, _factors(two, parts), parts)) / 2  # [rows]
-    worth = after < 1 - _WORTH
+    kept = (_noise(two, _factors(one, parts)) + _noise(one, _factors(two, parts))) / 2  # [kv_heads]
+    worth = _by_row(kept, parts) < 1 - _WORTH
     factors = np.where(worth[:, None], _factors(((one[0] + two[0]) / 2, (one[1] + two[1]) / 2), parts), 1.0)
     pairs, rest = np.split(factors, [len(parts.first)], axis=1)
     fold = LayerFold(parts.layer.index, parts.layer.module, pairs.astype(np.complex128), rest)
-    return fold, Predicted({"k": float(len(after))}, {"k": float(np.where(worth, after, 1.0).sum())})
+    before = (_size(one) + _size(two)) / 2
+    return fold, Predicted({"k": float(before.sum())}, {"k": float((before * np.where(worth, kept, 1.0)).sum())})
 
 
 def _energies(sample: LayerSample, parts: Parts) -> _Energies:
@@ -56,7 +58,7 @@ def _factors(energies: _Energies, parts: Parts) -> np.ndarray:
     exponents -= exponents.mean(axis=1, keepdims=True)
     places = sorted(range(-_PLACES // 2, _PLACES // 2), key=abs)  # of equals the one that moves least
     tried = np.stack([np.exp2(np.rint(exponents + place / _PLACES)) for place in places])  # [places, rows, width]
-    noise = np.stack([_noise(energies, factors, parts) for factors in tried])  # [places, rows]
+    noise = np.stack([_by_row(_noise(energies, factors), parts) for factors in tried])  # [places, rows]
     return np.take_along_axis(tried, noise.argmin(axis=0)[None, :, None], axis=0)[0]
 
 
@@ -66,10 +68,19 @@ def _floored(energy: np.ndarray) -> np.ndarray:
     return np.where(most > 0, np.maximum(energy, _FLOOR * most), 1.0)
 
 
-def _noise(energies: _Energies, factors: np.ndarray, parts: Parts) -> np.ndarray:
-    """Noise of logits over that without factors, float64 [rows]: of each KV head, or the mean of all that share a norm's weight."""
+def _size(energies: _Energies) -> np.ndarray:
+    """Noise of logits without factors, float64 [kv_heads]."""
     key, query = energies
-    before = key.sum(axis=1) * query.sum(axis=1)
-    after = (key * factors**2).sum(axis=1) * (query / factors**2).sum(axis=1)
-    ratio = np.divide(after, before, out=np.ones_like(before), where=before > 0)
-    return ratio.mean(keepdims=True) if parts.norm else ratio
+    return key.sum(axis=1) * query.sum(axis=1)
+
+
+def _noise(energies: _Energies, factors: np.ndarray) -> np.ndarray:
+    """Noise of logits over that without factors, float64 [kv_heads]."""
+    key, query = energies
+    before, after = _size(energies), _size((key * factors**2, query / factors**2))
+    return np.divide(after, before, out=np.ones_like(before), where=before > 0)
+
+
+def _by_row(of_heads: np.ndarray, parts: Parts) -> np.ndarray:
+    """Of each KV head, or the mean of all that share a norm's weight."""
+    return of_heads.mean(keepdims=True) if parts.norm else of_heads

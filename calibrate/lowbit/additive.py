@@ -11,7 +11,7 @@ import torch
 from calibrate.artefact import read_tensors, sha256_bytes, write_tensors
 from calibrate.errors import UsageError
 from calibrate.lowbit import sizes
-from calibrate.lowbit.base import LowBitFormat, half
+from calibrate.lowbit.base import LowBitFormat, Start, half
 from calibrate.lowbit.rope import as_complex, as_real, turns
 from calibrate.model import AttentionLayer
 
@@ -143,12 +143,12 @@ class Additive(LowBitFormat):
             self._books[layer, kind] = key_codewords(given) if kind == "k" else given
         return self._books[layer, kind]
 
-    def key(self, tile: torch.Tensor, layer: int, start: int) -> torch.Tensor:
+    def key(self, tile: torch.Tensor, layer: int, start: Start) -> torch.Tensor:
         turned = turns(self.codebooks.layers[layer].frequencies, start, tile.shape[-2], tile.device)
         plain = as_real(as_complex(tile) * turned.conj())  # before RoPE
         return as_real(as_complex(_approximate(plain, self.books(layer, "k", tile.device), key_groups, key_ungroup)) * turned)
 
-    def value(self, tile: torch.Tensor, layer: int, start: int) -> torch.Tensor:
+    def value(self, tile: torch.Tensor, layer: int, start: Start) -> torch.Tensor:
         return _approximate(tile, self.books(layer, "v", tile.device), value_groups, value_ungroup)
 
     def key_bytes(self, dim: int) -> float:
@@ -177,4 +177,4 @@ def additive(codebooks: Codebooks | None) -> Additive:
     """The format over fitted codebooks. Raises UsageError where there are none."""
     if codebooks is None:
         raise UsageError("additive quantization needs codebooks fitted to the model, and none were given")
-    return Additive(name="additive", source=_SOURCE, codebooks=codebooks, own_exact_above=0, positional=True, digest=codebooks.digest())
+    return Additive(name="additive", source=_SOURCE, codebooks=codebooks, own_exact_above=0, digest=codebooks.digest())

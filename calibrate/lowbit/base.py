@@ -4,10 +4,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from calibrate.model import AttentionLayer
 
+Start = int | np.ndarray  # position of a tile's first token; float64 [batch, 1, 1] where each sequence has its own
 HALF_MAX = torch.finfo(torch.float16).max
 
 
@@ -41,7 +43,6 @@ class LowBitFormat(ABC):
         kept_layers: indices of further layers that stay in 16 bits.
         own_exact_above: a block of more new tokens than this attends to its own tokens in 16 bits, as does the first block whatever its size;
             they are quantized after it. None: a block attends to its own tokens as they are stored.
-        positional: whether what a token becomes depends on where it stands.
         latent: whether it can hold latents of multi-head latent attention.
         digest: of what was fitted offline, None where nothing was.
     """
@@ -54,7 +55,6 @@ class LowBitFormat(ABC):
     skip_sliding: bool = False
     kept_layers: frozenset[int] = frozenset()
     own_exact_above: int | None = None
-    positional: bool = False
     latent: bool = False
     digest: str | None = None
 
@@ -67,19 +67,19 @@ class LowBitFormat(ABC):
         """Raise UsageError where what was fitted offline is not of a model whose quantized layers are these."""
 
     @abstractmethod
-    def key(self, tile: torch.Tensor, layer: int, start: int) -> torch.Tensor:
+    def key(self, tile: torch.Tensor, layer: int, start: Start) -> torch.Tensor:
         """What is read of keys that were stored.
 
         Args:
             tile: float32 [batch, kv_heads, tokens, head_dim], after RoPE, tokens a whole number of groups.
-            layer: index in the model. start: position of the first token.
+            layer: index in the model. start: position of the first token; of each sequence's own where a token waits for no others.
 
         Returns:
             float32 of the same shape in the same basis: a rotation is undone here, so that queries need none.
         """
 
     @abstractmethod
-    def value(self, tile: torch.Tensor, layer: int, start: int) -> torch.Tensor:
+    def value(self, tile: torch.Tensor, layer: int, start: Start) -> torch.Tensor:
         """The same for values."""
 
     @abstractmethod

@@ -1,14 +1,15 @@
 """A KV cache that holds what an engine with a low-bit format would."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import copy
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import DynamicCache
 
 from calibrate.errors import UsageError
-from calibrate.lowbit.base import LowBitFormat, Window, sixteen_bit_layers
+from calibrate.lowbit.base import LowBitFormat, Start, Window, sixteen_bit_layers
 from calibrate.model import CacheLayout
 
 
@@ -56,8 +57,10 @@ class LowBitCache(DynamicCache):
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any):
         """Store a block and return what its queries attend to, [batch, kv_heads, seq, head_dim] each."""
         tokens, before = key_states.shape[-2], self.get_seq_length(layer_idx)
-        if self._as_they_come(layer_idx, tokens, before):
-            return self.append(*self._converted(key_states, value_states, layer_idx, before), layer_idx, *args, **kwargs)
+        if self._one_by_one(layer_idx):
+            return self.append(
+                self._converted(key_states, value_states, layer_idx, before, self._own_exact(tokens, before)), layer_idx, *args, **kwargs
+            )
         read = super().update(self._sixteen(key_states), self._sixteen(value_states), layer_idx, *args, **kwargs)
         if layer_idx not in self._placement.whole:
             return read
@@ -66,43 +69,51 @@ class LowBitCache(DynamicCache):
             setattr(layer, kind, self._settled(kind, getattr(layer, kind), layer_idx))
         return read if self._own_exact(tokens, before) else (layer.keys, layer.values)
 
-    def at_once(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def at_once(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, starts: Sequence[int]) -> Sequence[torch.Tensor] | None:
         """What a further token of some sequences becomes in caches of this placement, for `append`; None where that depends on the sequence's others.
 
         Args:
-            key_states, value_states: [sequences, kv_heads, 1, head_dim].
+            key_states, value_states: [sequences, kv_heads, 1, head_dim]. starts: position of each, of which none is 0.
         """
-        after_a_prompt = 1
-        if self._placement.fmt.positional or not self._as_they_come(layer_idx, 1, after_a_prompt):
+        if not self._one_by_one(layer_idx):
             return None
-        return self._converted(key_states, value_states, layer_idx, after_a_prompt)
+        positions = np.array(starts, dtype=np.float64).reshape(-1, 1, 1)
+        return self._converted(key_states, value_states, layer_idx, positions, self._own_exact(1, min(starts)))
 
-    def append(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any):
-        """Store tokens that are as the format makes them, and return what their queries attend to."""
+    def append(self, states: Sequence[torch.Tensor], layer_idx: int, *args: Any, **kwargs: Any):
+        """Store tokens that are as the format makes them, and return what their queries attend to.
+
+        Args:
+            states: keys and values, [batch, kv_heads, seq, head_dim]; then the same in 16 bits, where these queries attend to their own block so.
+        """
+        keys, values, *own = states
         read = super().update(keys, values, layer_idx, *args, **kwargs)
         if layer_idx in self._placement.whole:
             self._done |= {(layer_idx, kind): self.layers[layer_idx].keys.shape[-2] for kind in ("keys", "values")}
-        return read
+        if not own:
+            return read
+        return tuple(torch.cat([stored[..., : -exact.shape[-2], :], exact], dim=-2) for stored, exact in zip(read, own, strict=True))
 
     def _own_exact(self, tokens: int, before: int) -> bool:
         """Whether a block of so many tokens after so many others attends to itself in 16 bits."""
         above = self._placement.fmt.own_exact_above
         return above is not None and (before == 0 or tokens > above)
 
-    def _as_they_come(self, layer: int, tokens: int, before: int) -> bool:
-        """Whether a block's tokens are quantized as they are written: none waits for others, and nothing reads them in 16 bits."""
-        if layer in self._placement.passing:
-            return True
+    def _one_by_one(self, layer: int) -> bool:
+        """Whether tokens are quantized as they are written: none waits for others."""
         alone = self._placement.fmt.key_window == self._placement.fmt.value_window == Window()
-        return layer in self._placement.whole and alone and not self._own_exact(tokens, before)
+        return layer in self._placement.passing or (layer in self._placement.whole and alone)
 
-    def _converted(self, keys: torch.Tensor, values: torch.Tensor, layer: int, start: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._through("keys", self._sixteen(keys), layer, start), self._through("values", self._sixteen(values), layer, start)
+    def _converted(self, keys: torch.Tensor, values: torch.Tensor, layer: int, start: Start, own_exact: bool) -> list[torch.Tensor]:
+        """For `append`. A sliding window holds, and gives, what is stored."""
+        own = [self._sixteen(keys), self._sixteen(values)]
+        stored = [self._through(kind, states, layer, start) for kind, states in zip(("keys", "values"), own, strict=True)]
+        return stored + own if own_exact and layer in self._placement.whole else stored
 
     def _sixteen(self, states: torch.Tensor) -> torch.Tensor:
         return states.to(self._placement.cache_dtype).to(states.dtype)
 
-    def _through(self, kind: str, tile: torch.Tensor, layer: int, start: int) -> torch.Tensor:
+    def _through(self, kind: str, tile: torch.Tensor, layer: int, start: Start) -> torch.Tensor:
         """What the format makes of a tile, in its own type."""
         convert = getattr(self._placement.fmt, kind.removesuffix("s"))
         return convert(tile.to(torch.float32), layer, start).to(tile.dtype)

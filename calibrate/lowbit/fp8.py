@@ -8,7 +8,7 @@ import torch
 
 from calibrate.errors import UsageError
 from calibrate.lowbit import sizes
-from calibrate.lowbit.base import LowBitFormat
+from calibrate.lowbit.base import LowBitFormat, Start
 from calibrate.model import AttentionLayer
 from calibrate.scales import FORMATS, NumberFormat, Scales
 
@@ -44,10 +44,10 @@ class Fp8(LowBitFormat):
         scale = self._given[layer, kind].to(tile.device)
         return self.fmt.round_trip(tile / scale) * scale
 
-    def key(self, tile: torch.Tensor, layer: int, start: int) -> torch.Tensor:
+    def key(self, tile: torch.Tensor, layer: int, start: Start) -> torch.Tensor:
         return self._stored(tile, layer, "k")
 
-    def value(self, tile: torch.Tensor, layer: int, start: int) -> torch.Tensor:
+    def value(self, tile: torch.Tensor, layer: int, start: Start) -> torch.Tensor:
         return self._stored(tile, layer, "v")
 
     def key_bytes(self, dim: int) -> float:
@@ -62,7 +62,7 @@ class Fp8PerTokenHead(LowBitFormat):
 
     number_format: str = "e4m3"
 
-    def key(self, tile: torch.Tensor, layer: int, start: int) -> torch.Tensor:
+    def key(self, tile: torch.Tensor, layer: int, start: Start) -> torch.Tensor:
         fmt = FORMATS[self.number_format]
         scale = (tile.abs().amax(dim=-1, keepdim=True) / fmt.max).clamp_min(1e-6)
         return fmt.round_trip(tile * (1.0 / scale)) * scale

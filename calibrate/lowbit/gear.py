@@ -8,7 +8,7 @@ import torch
 
 from calibrate.errors import UsageError
 from calibrate.lowbit import sizes
-from calibrate.lowbit.base import LowBitFormat, Window, half
+from calibrate.lowbit.base import LowBitFormat, Start, Window, half
 from calibrate.lowbit.uniform import encode
 from calibrate.model import AttentionLayer
 
@@ -67,10 +67,10 @@ class Gear(LowBitFormat):
         error = (tile - dense).masked_fill(outliers, 0.0)
         return Parts(dense, _low_rank(error), outliers, half(tile))
 
-    def key(self, tile: torch.Tensor, layer: int, start: int) -> torch.Tensor:
+    def key(self, tile: torch.Tensor, layer: int, start: Start) -> torch.Tensor:
         return self.parts(tile.unflatten(-2, (-1, _GROUP)), -2).total().flatten(-3, -2)
 
-    def value(self, tile: torch.Tensor, layer: int, start: int) -> torch.Tensor:
+    def value(self, tile: torch.Tensor, layer: int, start: Start) -> torch.Tensor:
         return self.parts(tile.unflatten(-2, (-1, _GROUP)), -1).total().flatten(-3, -2)
 
     def key_bytes(self, dim: int) -> float:

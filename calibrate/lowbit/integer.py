@@ -7,7 +7,7 @@ import torch
 
 from calibrate.kvarn.hadamard import block_size, rotate
 from calibrate.lowbit import sizes
-from calibrate.lowbit.base import LowBitFormat
+from calibrate.lowbit.base import LowBitFormat, Start
 
 _LEAST_SCALE = 1e-6
 _SIGN_SEED = 0x9E3779B9  # of vLLM's randomized Hadamard transform
@@ -18,7 +18,7 @@ _ZERO_BITS = -16  # all but the low four bits of a float32, where the zero point
 class Int8PerTokenHead(LowBitFormat):
     """Symmetric, scale amax/127 in float32, halves rounded away from zero."""
 
-    def key(self, tile: torch.Tensor, layer: int, start: int) -> torch.Tensor:
+    def key(self, tile: torch.Tensor, layer: int, start: Start) -> torch.Tensor:
         scale = (tile.abs().amax(dim=-1, keepdim=True) / 127).clamp_min(_LEAST_SCALE)
         return _away_from_zero(tile * (1.0 / scale)).clamp(-128, 127) * scale
 
@@ -62,7 +62,7 @@ class Int4PerTokenHead(LowBitFormat):
         packed = ((scale.view(torch.int32) & _ZERO_BITS) | zero.to(torch.int32)).view(torch.float32)
         return Int4Codes(codes.to(torch.uint8), packed)
 
-    def key(self, tile: torch.Tensor, layer: int, start: int) -> torch.Tensor:
+    def key(self, tile: torch.Tensor, layer: int, start: Start) -> torch.Tensor:
         return transform(self.encode(tile).dequantize(), inverse=True)
 
     value = key

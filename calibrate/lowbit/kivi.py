@@ -7,7 +7,7 @@ import torch
 
 from calibrate.errors import UsageError
 from calibrate.lowbit import sizes
-from calibrate.lowbit.base import LowBitFormat, Window
+from calibrate.lowbit.base import LowBitFormat, Start, Window
 from calibrate.lowbit.uniform import UniformCodes, encode
 from calibrate.model import AttentionLayer
 
@@ -32,10 +32,10 @@ class Kivi(LowBitFormat):
         """Of [..., tokens, dim]: codes [..., tokens, groups, 32], a scale and a zero for each group of channels of a token."""
         return encode(tile.unflatten(-1, (-1, _GROUP)), self.bits, -1)
 
-    def key(self, tile: torch.Tensor, layer: int, start: int) -> torch.Tensor:
+    def key(self, tile: torch.Tensor, layer: int, start: Start) -> torch.Tensor:
         return self.encode_key(tile).dequantize().flatten(-3, -2)
 
-    def value(self, tile: torch.Tensor, layer: int, start: int) -> torch.Tensor:
+    def value(self, tile: torch.Tensor, layer: int, start: Start) -> torch.Tensor:
         return self.encode_value(tile).dequantize().flatten(-2)
 
     def key_bytes(self, dim: int) -> float:

@@ -14,7 +14,7 @@ from calibrate.kvarn.basis import KeyBasis
 from calibrate.kvarn.hadamard import rotate
 from calibrate.kvarn.tile import QuantizedTile, quantize
 from calibrate.lowbit import sizes
-from calibrate.lowbit.base import LowBitFormat, Window
+from calibrate.lowbit.base import LowBitFormat, Start, Window
 from calibrate.model import AttentionLayer
 
 Uses = Literal["", "prescale", "mean", "channel", "smooth", "balanced", "layers"]
@@ -115,11 +115,11 @@ class KVarN(LowBitFormat):
         rotated = tiles.mT if kind == "k" else tiles
         return (rotate(rotated) if static is None else static.undo(rotated)).flatten(-3, -2)
 
-    def key(self, tile: torch.Tensor, layer: int, start: int) -> torch.Tensor:
+    def key(self, tile: torch.Tensor, layer: int, start: Start) -> torch.Tensor:
         static = self._of(layer, "k", tile.device)
         return self.decode(self.encode(tile, "k", static), "k", static)
 
-    def value(self, tile: torch.Tensor, layer: int, start: int) -> torch.Tensor:
+    def value(self, tile: torch.Tensor, layer: int, start: Start) -> torch.Tensor:
         static = self._of(layer, "v", tile.device)
         return self.decode(self.encode(tile, "v", static), "v", static)
 

@@ -7,6 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from calibrate.errors import UsageError
+from calibrate.lowbit.base import Start
 from calibrate.model import CacheLayout
 
 _MOVING = ("dynamic", "longrope")  # their frequencies depend on the length of the text
@@ -23,9 +24,10 @@ def as_real(pairs: torch.Tensor) -> torch.Tensor:
     return torch.cat([pairs.real, pairs.imag], dim=-1)
 
 
-def turns(frequencies: np.ndarray, start: int, tokens: int, device: torch.device) -> torch.Tensor:
-    """e^(i · position · frequency) for `tokens` positions from `start`: complex64 [tokens, dim/2]. Angles are float64."""
-    angles = np.arange(start, start + tokens, dtype=np.float64)[:, None] * frequencies
+def turns(frequencies: np.ndarray, start: Start, tokens: int, device: torch.device) -> torch.Tensor:
+    """e^(i · position · frequency) for `tokens` positions from `start`: complex64 [tokens, dim/2], or [sequences, 1, tokens, dim/2] where each has a
+    start of its own. Angles are float64."""
+    angles = (start + np.arange(tokens, dtype=np.float64))[..., None] * frequencies
     return torch.from_numpy(np.exp(1j * angles)).to(device=device, dtype=torch.complex64)
 
 

@@ -10,7 +10,7 @@ import torch
 from calibrate.errors import UsageError
 from calibrate.kvarn.hadamard import block_size, rotate
 from calibrate.lowbit import sizes
-from calibrate.lowbit.base import LowBitFormat, half
+from calibrate.lowbit.base import LowBitFormat, Start, half
 from calibrate.lowbit.lloydmax import nearest
 from calibrate.model import AttentionLayer
 from calibrate.scales import FORMATS
@@ -49,10 +49,10 @@ class TurboQuant(LowBitFormat):
         found = _levels(self.key_bits, stored.codes.shape[-1], stored.norm.device)[stored.codes]
         return rotate(found * (found.square().sum(dim=-1, keepdim=True) + 1e-16).rsqrt() * stored.norm)
 
-    def key(self, tile: torch.Tensor, layer: int, start: int) -> torch.Tensor:
+    def key(self, tile: torch.Tensor, layer: int, start: Start) -> torch.Tensor:
         return FORMATS["e4m3"].round_trip(tile) if self.key_bits == 8 else self.decode_key(self.encode_key(tile))
 
-    def value(self, tile: torch.Tensor, layer: int, start: int) -> torch.Tensor:
+    def value(self, tile: torch.Tensor, layer: int, start: Start) -> torch.Tensor:
         low, high = tile.amin(dim=-1, keepdim=True), tile.amax(dim=-1, keepdim=True)
         scale = ((high - low) / (2**self.value_bits - 1)).clamp_min(_LEAST_SCALE)
         codes = ((tile - low) / scale + 0.5).trunc().clamp(0, 2**self.value_bits - 1)  # from the exact scale, read with the rounded one

@@ -7,7 +7,7 @@ from math import pi, sqrt
 import torch
 
 from calibrate.lowbit import sizes
-from calibrate.lowbit.base import LowBitFormat, half
+from calibrate.lowbit.base import LowBitFormat, Start, half
 from calibrate.lowbit.lloydmax import lloyd_max, nearest
 
 _SOURCE = (
@@ -21,13 +21,13 @@ _ROTATION_SEED, _PROJECTION_SEED = 0, 1
 class TurboQuantPaper(LowBitFormat):
     bits: int
 
-    def key(self, tile: torch.Tensor, layer: int, start: int) -> torch.Tensor:
+    def key(self, tile: torch.Tensor, layer: int, start: Start) -> torch.Tensor:
         norm, unit = _split(tile)
         rotation = _rotation(tile.shape[-1], str(tile.device))
         coarse = _rounded(unit @ rotation, self.bits - 1) @ rotation.T
         return (half(norm) * (coarse + _residual(unit - coarse))).float()
 
-    def value(self, tile: torch.Tensor, layer: int, start: int) -> torch.Tensor:
+    def value(self, tile: torch.Tensor, layer: int, start: Start) -> torch.Tensor:
         norm, unit = _split(tile)
         rotation = _rotation(tile.shape[-1], str(tile.device))
         return (half(norm) * (_rounded(unit @ rotation, self.bits) @ rotation.T)).float()

@@ -125,6 +125,8 @@ def read_tensors(path: Path, schema: str) -> tuple[dict[str, np.ndarray], dict[s
 
 def read_header(path: Path) -> dict[str, Any]:
     """The JSON header of a kv-calibrate safetensors file, {} where it is another program's. Raises UsageError as `read_tensors`."""
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder: name a file in it")
     try:
         with safe_open(path, framework="np") as file:
             header = json.loads((file.metadata() or {}).get(HEADER_KEY, "{}"))

@@ -9,6 +9,9 @@ if TYPE_CHECKING:
     from calibrate.evaluate.spectrum_result import Hits, SpectrumResult, StorageError
 
 
+_IDLE = ("quantize_queries", "attention_backend", "tensor_parallel_size", "timeout")  # of vLLM, or of the FP8 cache with its queries
+
+
 def compare_formats(checkpoint: Path, formats: str | None, short: bool, variants: tuple[str, ...], given: dict[str, Any], as_json: bool) -> None:
     """Run the comparison of formats, draw it, and print it."""
     from calibrate.cli import show
@@ -22,8 +25,14 @@ def compare_formats(checkpoint: Path, formats: str | None, short: bool, variants
         raise UsageError("--quick is for --formats: say which, as --formats few")
     if variants:
         raise UsageError("--variant does not go with --formats: compare scales without it")
+    idle = next((name for name in _IDLE if name in given), None)
+    if idle is not None:
+        raise UsageError(f"--{idle.replace('_', '-')} changes nothing with --formats (transformers engine, Q in 16 bits): leave it away")
     sets = {"few": FEW_FORMATS, "default": DEFAULT_FORMATS, "all": tuple(FORMATS)}
-    names = sets.get(formats, tuple(name.strip() for name in formats.split(",")))
+    named = [name.strip() for name in formats.split(",") if name.strip()]
+    names = sets[named[0]] if len(named) == 1 and named[0] in sets else tuple(named)
+    if len(named) > 1 and (group := next((name for name in named if name in sets), None)):
+        raise UsageError(f"--formats {group} stands alone: it is {', '.join(sets[group])}")
     plain = SpectrumOptions()
     compare = CompareOptions(**plain.compare.model_dump() | given)
     offline = CompareOptions(**plain.offline.model_dump() | {name: given[name] for name in ("seed", "device", "dtype") if name in given})

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from calibrate.artefact import sha256_bytes
 from calibrate.engines.session import Engine, EngineInfo, Session, Variant
 from calibrate.errors import UsageError
+from calibrate.evaluate.evidence import check_writable
 from calibrate.evaluate.journal import Journal
 from calibrate.evaluate.results import FOLDER
 from calibrate.progress import meter
@@ -76,11 +77,12 @@ def put_to_all(
     batch: prompts that the engine is handed at once; so many at most are asked again after a kill.
 
     Raises:
-        UsageError: no variants, or two of one name.
+        UsageError: no variants, two of one name, or a checkpoint that cannot be written to.
     """
     names = [variant.name for variant in variants]
     if not names or len(set(names)) < len(names):
         raise UsageError(f"variants must be some, each once: {', '.join(names) or 'none given'}")
+    check_writable(checkpoint)
     answers, journals = [], []
     for variant in variants:
         with engine.session(variant) as session:

@@ -21,12 +21,13 @@ from calibrate.engines.session import Engine, EngineInfo, TokenScores, Variant
 from calibrate.engines.transformers_engine import TransformersEngine
 from calibrate.errors import UsageError
 from calibrate.evaluate.baselines import build_variants, checkpoint_scales, overlay
-from calibrate.evaluate.evidence import subject_of
+from calibrate.evaluate.evidence import check_writable, subject_of
 from calibrate.evaluate.fidelity import fidelity
 from calibrate.evaluate.heldout import attention_errors, held_out, observe_documents
 from calibrate.evaluate.results import FOLDER, CompareResult, Fidelity, HeldOut, save
 from calibrate.model import SourceCheckpoint, cache_dtype_of, load_tokenizer
 from calibrate.progress import meter, note
+from calibrate.scales import Scales
 from calibrate.statistics import CACHE_DTYPES, Statistics
 
 EngineName = Literal["transformers", "vllm"]
@@ -85,18 +86,16 @@ def run_compare(checkpoint: Path, options: CompareOptions, extra: Mapping[str, P
         extra: the user's variants, name → checkpoint folder or scales file.
 
     Raises:
-        UsageError: no checkpoint of ours, a corpus that cannot be used or that the scales were calibrated on, a variant with other layers.
+        UsageError: no checkpoint of ours or one that cannot be written to, a corpus that cannot be used or that the scales were calibrated on, a
+            variant with other layers.
         HostError: engine "vllm" on a host whose vLLM cannot run an FP8 cache.
     """
     source = SourceCheckpoint.open(checkpoint, trust_remote_code=options.trust_remote_code)
     subject, calibrated = subject_of(checkpoint), checkpoint_scales(source)
     if options.engine == "vllm":
         _check_vllm(source)
-    corpus = held_out_corpus(source, options, options.corpus())
-    if all(len(sample.tokens) < 2 for sample in corpus.samples):
-        raise UsageError("nothing to score: rows need at least 2 tokens, give a greater --sequence-length or longer text")
-    if corpus.digest in {run["corpus"]["digest"] for run in calibrated.provenance}:
-        raise UsageError(f"{options.data} with these options is the very text that was calibrated on: held-out text must be other text")
+    check_writable(checkpoint)
+    corpus = scored_corpus(source, options, calibrated)
     local = TransformersEngine(
         source,
         device=options.device,
@@ -121,6 +120,16 @@ def run_compare(checkpoint: Path, options: CompareOptions, extra: Mapping[str, P
     for part in parts:
         part.unlink(missing_ok=True)
     return result
+
+
+def scored_corpus(source: SourceCheckpoint, options: CompareOptions, calibrated: Scales) -> Corpus:
+    """The rows to score. Raises UsageError where there is nothing to score in them, or where they are what the scales were calibrated on."""
+    corpus = held_out_corpus(source, options, options.corpus())
+    if all(len(sample.tokens) < 2 for sample in corpus.samples):
+        raise UsageError("nothing to score: rows need at least 2 tokens, give a greater --sequence-length or longer text")
+    if corpus.digest in {run["corpus"]["digest"] for run in calibrated.provenance}:
+        raise UsageError(f"{options.data} with these options is the very text that was calibrated on: held-out text must be other text")
+    return corpus
 
 
 def held_out_corpus(source: SourceCheckpoint, options: CompareOptions, wanted: CorpusOptions) -> Corpus:

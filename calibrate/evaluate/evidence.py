@@ -1,6 +1,7 @@
 """Evidence about a checkpoint, kept inside it: which checkpoint a result is about, what verify found, and everything that was gathered."""
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -48,6 +49,13 @@ class Evidence:
         """The file of this kind: "readback", or "compare", "niah", "reasoning", "formats" by the first of `engines` that has one."""
         names = [READBACK_FILE] if kind == "readback" else [f"{kind}-{engine}.json" for engine in engines]
         return next((name for name in names if name in self.results or name in self.faults), None)
+
+
+def check_writable(checkpoint: Path) -> None:
+    """Raise UsageError where evidence could not be kept in the checkpoint: said before anything is computed."""
+    folder = next(each for each in (checkpoint / FOLDER, *(checkpoint / FOLDER).parents) if each.is_dir())
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UsageError(f"{folder} cannot be written to, and evidence is kept there: copy the checkpoint, or make it writable")
 
 
 def read_provenance(checkpoint: Path) -> dict[str, Any]:

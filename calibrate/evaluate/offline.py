@@ -19,6 +19,7 @@ from calibrate.kvarn.solve import variance_tables
 from calibrate.lowbit import Codebooks, Offline, Samples, fit_codebooks, rope_frequencies
 from calibrate.model import cache_dtype_of
 from calibrate.progress import meter, note
+from calibrate.scales import Scales
 from calibrate.statistics import CACHE_DTYPES
 
 CODEBOOK_BITS = 2
@@ -47,13 +48,14 @@ def prepare_offline(engine: TransformersEngine, checkpoint: Path, names: tuple[s
         text: what tables and codebooks are made of where the checkpoint brings none; other text than what is scored.
         kept: file that holds the codebooks from run to run.
     """
+    scales = checkpoint_scales(engine.source)
     description: dict[str, Any] = {"text": {"digest": text.digest, **text.description}}
     faults: dict[str, str] = {}
     tables = codebooks = None
     reading = [name for name in names if "+" in name]
     if reading:
         try:
-            tables = read_tables(checkpoint)
+            tables = _of_the_checkpoint(checkpoint, scales)
             description["tables"] = "the checkpoint's" if tables is not None else "of the text above"
             tables = tables or _tables(engine, text)
         except UsageError as error:
@@ -64,7 +66,14 @@ def prepare_offline(engine: TransformersEngine, checkpoint: Path, names: tuple[s
             description["codebooks"] = codebooks.digest()
         except UsageError as error:
             faults["additive"] = str(error)
-    return Prepared(Offline(checkpoint_scales(engine.source), tables, codebooks), description, faults)
+    return Prepared(Offline(scales, tables, codebooks), description, faults)
+
+
+def _of_the_checkpoint(checkpoint: Path, scales: Scales) -> KVarNTables | None:
+    tables = read_tables(checkpoint)
+    if tables is not None and tables.statistics_digest != scales.statistics_digest:
+        raise UsageError(f"{checkpoint}: its KVarN tables are of other statistics than its scales, perhaps of another model: write it again")
+    return tables
 
 
 def _tables(engine: TransformersEngine, text: Corpus) -> KVarNTables:
@@ -74,15 +83,24 @@ def _tables(engine: TransformersEngine, text: Corpus) -> KVarNTables:
 
 def _codebooks(engine: TransformersEngine, text: Corpus, kept: Path) -> Codebooks:
     origin = {"text": text.digest, "model": engine.source.fingerprint, "tokens_at_most": _CODEBOOK_TOKENS}
-    if kept.is_file():
-        found = Codebooks.load(kept)
-        if {name: found.origin.get(name) for name in origin} == origin:
-            return found
+    found = _kept(kept)
+    if found is not None and {name: found.origin.get(name) for name in origin} == origin:
+        return found
     samples = _samples(engine, text)
     note(f"fitting additive codebooks of {CODEBOOK_BITS} bits to {len(next(iter(samples.values())).positions):,} tokens")
     fitted = fit_codebooks(samples, CODEBOOK_BITS, origin=origin, device=engine.model.device)
     fitted.save(kept)
     return fitted
+
+
+def _kept(path: Path) -> Codebooks | None:
+    if not path.is_file():
+        return None
+    try:
+        return Codebooks.load(path)
+    except UsageError as error:
+        note(f"codebooks are fitted again: {error}")
+        return None
 
 
 def _samples(engine: TransformersEngine, text: Corpus) -> dict[int, Samples]:

@@ -1,6 +1,8 @@
 """`kv-calibrate compare --formats`: every cache format on the same text, needles and problems, against its size."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -8,8 +10,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from calibrate.engines.session import Variant
 from calibrate.engines.transformers_engine import TransformersEngine
 from calibrate.errors import UsageError
-from calibrate.evaluate.compare import CompareOptions, held_out_corpus, score_all, score_plan
-from calibrate.evaluate.evidence import subject_of
+from calibrate.evaluate.baselines import checkpoint_scales
+from calibrate.evaluate.compare import CompareOptions, held_out_corpus, score_all, score_plan, scored_corpus
+from calibrate.evaluate.evidence import check_writable, subject_of
 from calibrate.evaluate.kvformats import served_name
 from calibrate.evaluate.mcnemar import McNemar, compare_cells
 from calibrate.evaluate.niah import NeedleGrid, run_niah
@@ -91,9 +94,13 @@ class SpectrumOptions(BaseModel):
         """Raise UsageError for formats that are none, twice or unknown, and for a grid that is impossible."""
         unknown = next((name for name in self.formats if name not in FORMATS), None)
         if unknown is not None:
-            raise UsageError(f"--formats {unknown}: no such format; there are few, default, all, {', '.join(FORMATS)}")
-        if not self.formats or len(set(self.formats)) < len(self.formats):
-            raise UsageError("--formats: some formats, each once, are wanted")
+            like = "".join(f", did you mean {name}?" for name in get_close_matches(unknown, FORMATS, 1))
+            raise UsageError(f"--formats {unknown}: no such format{like} There are few, default, all, {', '.join(FORMATS)}")
+        if not self.formats:
+            raise UsageError("--formats names none: give few, default, all, or names with commas between")
+        twice = next((name for name in self.formats if self.formats.count(name) > 1), None)
+        if twice is not None:
+            raise UsageError(f"--formats {twice}: named twice")
         if self.compare.engine != "transformers":
             raise UsageError("--formats runs in the transformers engine: leave --engine away")
         if self.needles is not None:
@@ -122,13 +129,15 @@ def run_spectrum(checkpoint: Path, options: SpectrumOptions) -> SpectrumResult:
     """Compare, and keep the result in the checkpoint. A killed run goes on where it was when it is started again with the same options.
 
     Raises:
-        UsageError: no checkpoint of ours, unknown formats, a corpus that cannot be used.
+        UsageError: no checkpoint of ours or one that cannot be written to, unknown formats, a corpus that cannot be used.
     """
     trust = options.compare.trust_remote_code
     source = SourceCheckpoint.open(checkpoint, trust_remote_code=trust)
+    options = _within(options, source.context_length)
     options.check(source.context_length)
+    check_writable(checkpoint)
     subject, path = subject_of(checkpoint), evidence_path(checkpoint)
-    corpus = held_out_corpus(source, options.compare, options.compare.corpus())
+    corpus = scored_corpus(source, options.compare, checkpoint_scales(source))
     compare = options.compare
     engine = TransformersEngine(source, device=compare.device, dtype=compare.dtype, block=compare.block, trust_remote_code=trust)
     text = held_out_corpus(source, options.offline, options.offline.corpus())
@@ -165,6 +174,20 @@ def run_spectrum(checkpoint: Path, options: SpectrumOptions) -> SpectrumResult:
     return result
 
 
+def _within(options: SpectrumOptions, context: int | None) -> SpectrumOptions:
+    """Rows that tables are made of no longer than the model's context, needle prompts no longer than what it holds with an answer."""
+    if context is None:
+        return options
+    offline = options.offline.model_copy(update={"sequence_length": min(options.offline.sequence_length, context)})
+    options, grid = options.model_copy(update={"offline": offline}), options.needles
+    if grid is None or grid.longest <= context:
+        return options
+    room = context - (grid.longest - max(grid.lengths))
+    lengths = tuple(dict.fromkeys(min(length, room) for length in grid.lengths))
+    note(f"needles in prompts of {', '.join(f'{length:,}' for length in lengths)} tokens: with their answers the model's context holds no more")
+    return options.model_copy(update={"needles": replace(grid, lengths=lengths)})
+
+
 def _fitting(engine: TransformersEngine, names: Sequence[str], prepared: Prepared) -> tuple[list[tuple[LowBitFormat, Placement]], dict[str, str]]:
     """The formats that can store this model, with what each does to its layers; the others with their reasons."""
     cache_dtype = CACHE_DTYPES[cache_dtype_of(engine.source)].dtype
@@ -175,9 +198,14 @@ def _fitting(engine: TransformersEngine, names: Sequence[str], prepared: Prepare
             continue
         try:
             fmt = make_format(name, prepared.offline_for(name))
-            formats.append((fmt, Placement(engine.layout, fmt, cache_dtype, config)))
+            placement = Placement(engine.layout, fmt, cache_dtype, config)
         except UsageError as error:
             left_out[name] = str(error)
+            continue
+        if placement.whole or placement.passing:
+            formats.append((fmt, placement))
+        else:
+            left_out[name] = f"{name} leaves every layer of this model in 16 bits"
     if not formats:
         raise UsageError(f"none of the formats fits this model: {'; '.join(f'{name}: {reason}' for name, reason in left_out.items())}")
     return formats, left_out

@@ -1,17 +1,22 @@
 """The comparison of formats: its parts against independent paths, resuming, what does not fit, and the command."""
 
 import json
+import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
 
+from calibrate.checkpoint import write_checkpoint
+from calibrate.checkpoint.kvarn_reference import TABLES_FILE
 from calibrate.cli import main
+from calibrate.collect import collect
 from calibrate.engines.session import Variant
 from calibrate.engines.transformers_engine import TransformersEngine
 from calibrate.errors import UsageError
-from calibrate.evaluate import spectrum
+from calibrate.evaluate import evidence, spectrum
 from calibrate.evaluate.baselines import checkpoint_scales
 from calibrate.evaluate.compare import CompareOptions, held_out_corpus
 from calibrate.evaluate.niah import NeedleGrid
@@ -22,6 +27,8 @@ from calibrate.evaluate.spectrum_result import SpectrumResult
 from calibrate.evaluate.storage import cache_bytes, storage_errors
 from calibrate.lowbit import FORMATS, Placement, make_format
 from calibrate.model import SourceCheckpoint
+from calibrate.scales import PolicyOptions, solve
+from tests.conftest import collect_run, rows_corpus
 from tests.evaluate.calibrated import calibrated_copy
 from tests.tiny import tiny_checkpoint
 
@@ -135,14 +142,67 @@ def test_a_killed_run_goes_on_and_ends_in_the_same_bytes(result, checkpoint, mon
 def test_what_cannot_be_asked_is_one_line(checkpoint):
     for changed, message in (
         ({"formats": ("fp3",)}, "no such format"),
-        ({"formats": ("kivi_2bit", "kivi_2bit")}, "each once"),
+        ({"formats": ("kvarn_k3v3_g64",)}, "did you mean kvarn_k"),
+        ({"formats": ()}, "names none"),
+        ({"formats": ("kivi_2bit", "kivi_2bit")}, "kivi_2bit: named twice"),
         ({"formats": ("gear_2bit",)}, "none of the formats"),
+        ({"compare": COMPARE.model_copy(update={"sequence_length": 1})}, "nothing to score"),
         ({"compare": COMPARE.model_copy(update={"engine": "vllm"})}, "transformers engine"),
         ({"compare": COMPARE.model_copy(update={"data": "builtin", "samples": 2, "sequence_length": 300})}, "very text"),
     ):
         with pytest.raises(UsageError, match=message) as caught:
             run_spectrum(checkpoint, OPTIONS.model_copy(update=changed))
         assert "\n" not in str(caught.value)
+
+
+def test_text_that_was_calibrated_on_is_refused(checkpoint, monkeypatch):
+    source = SourceCheckpoint.open(checkpoint)
+    scales, corpus = checkpoint_scales(source), held_out_corpus(source, COMPARE, COMPARE.corpus())
+    known = replace(scales, provenance=({"corpus": {"digest": corpus.digest}},))
+    monkeypatch.setattr(spectrum, "checkpoint_scales", lambda _: known)
+    with pytest.raises(UsageError, match="the very text that was calibrated on"):
+        run_spectrum(checkpoint, OPTIONS)
+
+
+def test_where_evidence_cannot_be_kept_is_said_first(checkpoint, monkeypatch):
+    monkeypatch.setattr(evidence.os, "access", lambda *_: False)
+    monkeypatch.setattr(spectrum, "TransformersEngine", None)  # nothing is loaded before
+    with pytest.raises(UsageError, match="evidence cannot be written to"):
+        run_spectrum(checkpoint, OPTIONS)
+
+
+def test_tables_of_another_model_are_refused(tmp_path):
+    """Of the same shapes, so that nothing else tells them apart."""
+    made = []
+    for seed in (1, 2):
+        run = collect_run(tiny_checkpoint(tmp_path / f"base{seed}", seed=seed), rows_corpus([300, 300]))
+        statistics = collect(replace(run, second_moments=True))
+        made.append(tmp_path / f"calibrated{seed}")
+        source = SourceCheckpoint.open(tmp_path / f"base{seed}")
+        write_checkpoint(source, solve(statistics, PolicyOptions()), made[-1], statistics=statistics)
+    few = OPTIONS.model_copy(update={"formats": ("kvarn_k2v2_g64+balanced",), "needles": None})
+    assert [row.variant for row in run_spectrum(made[0], few).rows] == ["16-bit", "kvarn_k2v2_g64+balanced"]
+    shutil.copy(made[1] / TABLES_FILE, made[0] / TABLES_FILE)
+    with pytest.raises(UsageError, match="of other statistics than its scales"):
+        run_spectrum(made[0], few)
+
+
+def test_a_format_that_quantizes_nothing_is_left_out(tmp_path):
+    """TurboQuant keeps two layers at either end, here all four."""
+    checkpoint = calibrated_copy(tiny_checkpoint(tmp_path / "base", num_hidden_layers=4), tmp_path / "calibrated")
+    few = OPTIONS.model_copy(update={"formats": ("fp8_e4m3", "turboquant_k8v4"), "needles": None})
+    assert run_spectrum(checkpoint, few).left_out == {"turboquant_k8v4": "turboquant_k8v4 leaves every layer of this model in 16 bits"}
+
+
+def test_damaged_codebooks_are_fitted_again(checkpoint, capsys):
+    few = OPTIONS.model_copy(update={"formats": ("additive",), "needles": None})
+    run_spectrum(checkpoint, few)
+    path = evidence_path(checkpoint).with_name("formats-codebooks.safetensors")
+    whole = path.read_bytes()
+    path.write_bytes(whole[:5000])
+    assert [row.variant for row in run_spectrum(checkpoint, few).rows] == ["16-bit", "additive"]
+    assert "codebooks are fitted again" in capsys.readouterr().err
+    assert path.read_bytes() == whole
 
 
 def test_quick_keeps_the_formats_and_what_the_user_gave():
@@ -167,10 +227,21 @@ def test_command(checkpoint):
     run = CliRunner().invoke
     short = ["--samples", "2", "--sequence-length", "300", "--dtype", "float32", "--json"]
     done = run(main, ["compare", str(checkpoint), "--formats", "int8_per_token_head", "--quick", *short])
-    assert done.exit_code == 2  # a needle prompt of 768 tokens in a context of 512
-    assert "context" in done.stderr
-    for wrong in (["--quick"], ["--formats", "fp3"], ["--formats", "kivi_2bit", "--engine", "vllm"], ["--formats", "all", "--variant", "a=b"]):
-        assert run(main, ["compare", str(checkpoint), *wrong]).exit_code == 2
+    assert done.exit_code == 0, done.stderr
+    assert "needles in prompts of 480 tokens: with their answers the model's context holds no more" in done.stderr  # of 512
+    for wrong, said in (
+        (["--quick"], "--quick is for --formats"),
+        (["--formats", "fp3"], "no such format"),
+        (["--formats", " ,"], "names none"),
+        (["--formats", "few,kivi_2bit"], "few stands alone"),
+        (["--formats", "kivi_2bit", "--engine", "vllm"], "transformers engine"),
+        (["--formats", "all", "--variant", "a=b"], "--variant does not go with --formats"),
+        (["--formats", "kivi_2bit", "--no-quantize-queries"], "--quantize-queries changes nothing"),
+        (["--formats", "kivi_2bit", "--attention-backend", "FLASH_ATTN"], "--attention-backend changes nothing"),
+        (["--formats", "kivi_2bit", "--timeout", "5"], "--timeout changes nothing"),
+    ):
+        done = run(main, ["compare", str(checkpoint), *wrong])
+        assert (done.exit_code, said in done.stderr) == (2, True), done.stderr
 
 
 def test_command_shows_and_keeps_the_same(checkpoint, monkeypatch):

@@ -15,16 +15,17 @@ from calibrate.evaluate.compare import CompareOptions, held_out_corpus, score_al
 from calibrate.evaluate.evidence import check_writable, subject_of
 from calibrate.evaluate.kvformats import served_name
 from calibrate.evaluate.mcnemar import McNemar, compare_cells
-from calibrate.evaluate.niah import NeedleGrid, run_niah
+from calibrate.evaluate.niah import NeedleGrid, build_grid, run_niah
 from calibrate.evaluate.offline import Prepared, prepare_offline
 from calibrate.evaluate.pareto import SpectrumBounds, front, judge, recommend
-from calibrate.evaluate.reasoning import ReasoningPlan, run_reasoning
+from calibrate.evaluate.prompts import Prompter
+from calibrate.evaluate.reasoning import ReasoningPlan, longest_problem, run_reasoning
 from calibrate.evaluate.results import FOLDER, SIXTEEN_BIT, Fidelity, save
 from calibrate.evaluate.spectrum_result import FormatRow, Hits, SpectrumResult, StorageError
 from calibrate.evaluate.storage import cache_bytes, storage_errors
 from calibrate.evaluate.summary import compare_problems
 from calibrate.lowbit import FORMATS, LowBitFormat, Placement, make_format
-from calibrate.model import SourceCheckpoint, cache_dtype_of
+from calibrate.model import SourceCheckpoint, cache_dtype_of, load_tokenizer
 from calibrate.progress import note
 from calibrate.statistics import CACHE_DTYPES
 
@@ -135,6 +136,7 @@ def run_spectrum(checkpoint: Path, options: SpectrumOptions) -> SpectrumResult:
     source = SourceCheckpoint.open(checkpoint, trust_remote_code=trust)
     options = _within(options, source.context_length)
     options.check(source.context_length)
+    options = _askable(options, source)
     check_writable(checkpoint)
     subject, path = subject_of(checkpoint), evidence_path(checkpoint)
     corpus = scored_corpus(source, options.compare, checkpoint_scales(source))
@@ -186,6 +188,21 @@ def _within(options: SpectrumOptions, context: int | None) -> SpectrumOptions:
     lengths = tuple(dict.fromkeys(min(length, room) for length in grid.lengths))
     note(f"needles in prompts of {', '.join(f'{length:,}' for length in lengths)} tokens: with their answers the model's context holds no more")
     return options.model_copy(update={"needles": replace(grid, lengths=lengths)})
+
+
+def _askable(options: SpectrumOptions, source: SourceCheckpoint) -> SpectrumOptions:
+    """Problems are left out where the model's context does not hold them. Raises UsageError for needle prompts that cannot be built, which would
+    otherwise be found after all formats are scored."""
+    trust = options.compare.trust_remote_code
+    if options.needles is not None:
+        build_grid(options.needles, Prompter(load_tokenizer(source, trust_remote_code=trust)))
+    if options.reasoning is not None:
+        try:
+            longest_problem(source, options.reasoning, trust=trust)
+        except UsageError as error:
+            note(f"no problems are asked: {error}")
+            return options.model_copy(update={"reasoning": None})
+    return options
 
 
 def _fitting(engine: TransformersEngine, names: Sequence[str], prepared: Prepared) -> tuple[list[tuple[LowBitFormat, Placement]], dict[str, str]]:

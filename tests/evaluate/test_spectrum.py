@@ -21,6 +21,7 @@ from calibrate.evaluate.baselines import checkpoint_scales
 from calibrate.evaluate.compare import CompareOptions, held_out_corpus
 from calibrate.evaluate.niah import NeedleGrid
 from calibrate.evaluate.pareto_plot import draw
+from calibrate.evaluate.reasoning import ReasoningPlan
 from calibrate.evaluate.results import load
 from calibrate.evaluate.spectrum import SpectrumOptions, evidence_path, quick, run_spectrum
 from calibrate.evaluate.spectrum_result import SpectrumResult
@@ -169,6 +170,15 @@ def test_where_evidence_cannot_be_kept_is_said_first(checkpoint, monkeypatch):
     monkeypatch.setattr(spectrum, "TransformersEngine", None)  # nothing is loaded before
     with pytest.raises(UsageError, match="evidence cannot be written to"):
         run_spectrum(checkpoint, OPTIONS)
+
+
+def test_problems_that_do_not_fit_are_left_out_and_needles_that_do_not_are_said_first(checkpoint, monkeypatch, capsys):
+    few = OPTIONS.model_copy(update={"formats": ("int8_per_token_head",), "needles": None, "reasoning": ReasoningPlan(problems=1)})
+    assert [row.reasoning for row in run_spectrum(checkpoint, few).rows] == [None, None]
+    assert "no problems are asked: problem 0 of" in capsys.readouterr().err
+    monkeypatch.setattr(spectrum, "TransformersEngine", None)
+    with pytest.raises(UsageError, match="has no room"):
+        run_spectrum(checkpoint, few.model_copy(update={"needles": NeedleGrid(lengths=(60,), depths=(0.5,), needles_per_cell=1)}))
 
 
 def test_tables_of_another_model_are_refused(tmp_path):

@@ -169,8 +169,10 @@ def value_ungroup(groups: torch.Tensor) -> torch.Tensor:
 
 def _approximate(tile: torch.Tensor, books: torch.Tensor, split: Any, join: Any) -> torch.Tensor:
     norm = tile.norm(dim=-1, keepdim=True)
-    groups = split(tile / norm.clamp_min(1e-30))
-    return half(norm) * join(decode(encode(groups, books), books))
+    groups = split(tile / norm.clamp_min(1e-30))  # [batch, kv_heads, groups, tokens, GROUP]
+    beside = groups.movedim(0, -3).flatten(-3, -2)  # sequences beside each other, as tokens are: a book is not copied for each
+    found = decode(encode(beside, books), books).unflatten(-2, (len(tile), -1)).movedim(-3, 0)
+    return half(norm) * join(found)
 
 
 def additive(codebooks: Codebooks | None) -> Additive:

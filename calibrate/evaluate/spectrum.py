@@ -95,8 +95,8 @@ class SpectrumOptions(BaseModel):
         """Raise UsageError for formats that are none, twice or unknown, and for a grid that is impossible."""
         unknown = next((name for name in self.formats if name not in FORMATS), None)
         if unknown is not None:
-            like = "".join(f", did you mean {name}?" for name in get_close_matches(unknown, FORMATS, 1))
-            raise UsageError(f"--formats {unknown}: no such format{like} There are few, default, all, {', '.join(FORMATS)}")
+            like = "".join(f", perhaps {name}" for name in get_close_matches(unknown, FORMATS, 1))
+            raise UsageError(f"--formats {unknown}: no such format{like}; there are few, default, all, {', '.join(FORMATS)}")
         if not self.formats:
             raise UsageError("--formats names none: give few, default, all, or names with commas between")
         twice = next((name for name in self.formats if self.formats.count(name) > 1), None)

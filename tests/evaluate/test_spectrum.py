@@ -143,7 +143,7 @@ def test_a_killed_run_goes_on_and_ends_in_the_same_bytes(result, checkpoint, mon
 def test_what_cannot_be_asked_is_one_line(checkpoint):
     for changed, message in (
         ({"formats": ("fp3",)}, "no such format"),
-        ({"formats": ("kvarn_k3v3_g64",)}, "did you mean kvarn_k"),
+        ({"formats": ("kvarn_k3v3_g64",)}, "no such format, perhaps kvarn_k"),
         ({"formats": ()}, "names none"),
         ({"formats": ("kivi_2bit", "kivi_2bit")}, "kivi_2bit: named twice"),
         ({"formats": ("gear_2bit",)}, "none of the formats"),

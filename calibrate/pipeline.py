@@ -8,13 +8,14 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from calibrate.checkpoint import Written, check_layers, write_checkpoint
-from calibrate.collect import Team, collect, collect_streamed, discard_states, layers_folder, plan_streaming, prepare
+from calibrate.collect import CollectRun, Team, collect, collect_streamed, discard_states, layers_folder, plan_streaming, prepare
 from calibrate.corpus import Corpus, CorpusOptions, load_corpus
 from calibrate.engines import Readback, unlisted, verify_checkpoint
 from calibrate.errors import UsageError
 from calibrate.evaluate.evidence import save_readback
 from calibrate.fold import check_fold, discard_folded, folded
 from calibrate.inspection import Inspection, inspect
+from calibrate.kvarn.solve import check_longest
 from calibrate.model import SourceCheckpoint, choose_device, compute_dtype, load_model, load_tokenizer, resolve_model
 from calibrate.model.skip import SkipLayers, parse_skip_layers
 from calibrate.progress import note
@@ -100,7 +101,13 @@ def run(options: JobOptions, output: Path | None, *, force: bool = False, verify
         note(unknown)
     source = prepare_weights(original, options, recipe, output)
     state = output.with_name(f".{output.name}.collect-state.safetensors")
-    statistics = collect_statistics(source, options, recipe, state=state, check=lambda layers: check_layers(layers, policy, skip))
+
+    def check(job: CollectRun) -> None:
+        check_layers(job.layout.as_dict()["layers"], policy, skip)
+        if options.kvarn:
+            check_longest(max(len(sample.tokens) for sample in job.corpus.samples))
+
+    statistics = collect_statistics(source, options, recipe, state=state, check=check)
     scales = solve(statistics, policy)
     written = write_checkpoint(source, scales, output, statistics=statistics, skip_layers=skip, force=force)
     discard_states(state)
@@ -148,10 +155,10 @@ def collect_statistics(
     recipe: Recipe,
     *,
     state: Path | None,
-    check: Callable[[list[dict[str, Any]]], Any] | None = None,
+    check: Callable[[CollectRun], Any] | None = None,
     team: Team | None = None,
 ) -> Statistics:
-    """Corpus and model → statistics; an interrupted run goes on from `state`. `check` is given the layers beforehand, and may refuse.
+    """Corpus and model → statistics; an interrupted run goes on from `state`. `check` is given the run beforehand, and may refuse.
 
     `team`: the processes that share the work out; each returns the same statistics.
     """
@@ -168,7 +175,7 @@ def collect_statistics(
             return collect_streamed(source, corpus, plan, layers_folder(state), dtype=dtype, **how)
         job = prepare(load_model(source, device=device, dtype=dtype, trust_remote_code=trust), source, corpus, **how)
         if check is not None:
-            check(job.layout.as_dict()["layers"])
+            check(job)
         return collect(job, state=state, state_seconds=options.save_every, team=team)
     except OverflowError as error:
         raise UsageError(f"{source.path} writes numbers into its cache whose squares exceed 2^100: its weights are damaged") from error

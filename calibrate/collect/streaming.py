@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from calibrate.collect.collector import prepare
+from calibrate.collect.collector import CollectRun, prepare
 from calibrate.collect.layerwise import collect_layerwise
 from calibrate.corpus import Corpus
 from calibrate.errors import UsageError
@@ -93,7 +93,7 @@ def collect_streamed(
     second_moments: bool = False,
     state_seconds: float = 60.0,
     trust_remote_code: bool = False,
-    check: Callable[[list[dict[str, Any]]], Any] | None = None,
+    check: Callable[[CollectRun], Any] | None = None,
 ) -> Statistics:
     """`load_model`, `prepare` and `collect`, layer by layer. `folder` keeps what an interrupted run goes on from; without that it is removed."""
     try:
@@ -102,7 +102,7 @@ def collect_streamed(
             model = load_streamed(source, plan.parts, folder / "offload", dtype=dtype, trust_remote_code=trust_remote_code)
             run = prepare(model, source, corpus, tokens_per_batch=tokens_per_batch, second_moments=second_moments)
             if check is not None:
-                check(run.layout.as_dict()["layers"])
+                check(run)
             return collect_layerwise(run, plan.parts.layers, plan.parts.hidden_size, folder, in_memory=plan.in_memory, state_seconds=state_seconds)
     finally:
         if not (folder / "state.safetensors").exists():

@@ -13,7 +13,14 @@ from calibrate.statistics import Statistics
 from calibrate.statistics.second import SKIPPED_TOKENS, Second, second_moments
 
 TARGET_STD = 4.0  # of the rotated channels after the prescale: VarN's clamp floor lets a standard deviation grow by a factor of 1.35 alone
+_TOO_SHORT = f"no document is longer than {SKIPPED_TOKENS} tokens, which KVarN leaves in 16 bits: give longer ones"
 _STANDS_OUT = 3.0  # a layer is proposed to stay in 16 bits where its sensitivity is this many times the median
+
+
+def check_longest(tokens: int) -> None:
+    """Raise UsageError, as `variance_tables` would, where the longest row has no more `tokens` than KVarN leaves out."""
+    if tokens <= SKIPPED_TOKENS:
+        raise UsageError(_TOO_SHORT)
 
 
 def variance_tables(statistics: Statistics) -> KVarNTables:
@@ -33,7 +40,7 @@ def variance_tables(statistics: Statistics) -> KVarNTables:
         try:
             k, v, q = (second_moments(seen[kind].second) for kind in ("k", "v", "q"))
         except ValueError as error:
-            raise UsageError(f"no document is longer than {SKIPPED_TOKENS} tokens, which KVarN leaves in 16 bits: give longer ones") from error
+            raise UsageError(_TOO_SHORT) from error
         tokens = int(k.tokens[0])
         layers.append(LayerTable(entry["index"], entry["module"], _kind_table(k), _kind_table(v), key_basis(k, q, TARGET_STD)))
     return KVarNTables(tuple(layers), SKIPPED_TOKENS, tokens, _standing_out(layers), statistics.digest())

@@ -178,6 +178,13 @@ def test_a_reference_to_nothing_elsewhere_or_another_file_is_one_line(calibrated
     assert "\n" not in str(caught.value)
 
 
+def test_rows_too_short_for_tables_are_refused_before_they_are_collected(llama, tmp_path, monkeypatch):
+    monkeypatch.setattr("calibrate.pipeline.collect", None)
+    words = ["run", str(llama), "--kvarn", "-o", str(tmp_path / "out"), "--data", "random", "--samples", "4", "--sequence-length", "128"]
+    refused = CliRunner().invoke(main, [*words, "--no-verify", "--streaming", "never"])
+    assert (refused.exit_code, "no document is longer than 128" in " ".join(refused.stderr.split())) == (2, True), refused.stderr
+
+
 def test_what_cannot_have_tables_says_why(llama, llama_statistics, tmp_path):
     with pytest.raises(UsageError, match="--kvarn"):
         variance_tables(llama_statistics)

@@ -37,6 +37,25 @@ def pytest_make_parametrize_id(config, val, argname):
     return f"{argname} of {len(val)} bytes" if isinstance(val, bytes) else None
 
 
+def missing_here() -> dict[str, str]:
+    """Marker → why the tests that bear it cannot run here; "" where they can."""
+    from calibrate.engines.host import choose_kv_dtype, uses_cuda, vllm_distribution
+    from calibrate.errors import HostError
+
+    try:
+        choice = choose_kv_dtype({"head_dim": 32}, uses_cuda(vllm_distribution()))
+    except HostError as error:
+        return {"vllm": str(error), "fp8_cpu": str(error)}
+    return {"vllm": "", "fp8_cpu": "" if choice.kv_cache_dtype == "fp8" else choice.note.partition(";")[0]}
+
+
+def pytest_collection_modifyitems(items):
+    for marker, reason in missing_here().items():
+        for item in items:
+            if reason and item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory) -> Path:
     """A tiny bf16 Llama checkpoint with grouped-query attention. Read only."""

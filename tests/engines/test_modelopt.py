@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 from calibrate.checkpoint.exports import FORMATS, ExportOptions, open_given
 from calibrate.collect import collect
 from calibrate.engines import load_scales, verify_checkpoint
-from calibrate.engines.host import KVChoice, choose_kv_dtype, uses_cuda, vllm_distribution
+from calibrate.engines.host import KVChoice
 from calibrate.engines.source import as_loaded
 from calibrate.errors import HostError, UsageError
 from calibrate.model import SourceCheckpoint
@@ -56,9 +56,7 @@ DEFECTS = {
 
 @pytest.fixture(scope="module")
 def readbacks(tmp_path_factory):
-    choice = choose_kv_dtype({"head_dim": 32}, uses_cuda(vllm_distribution()))
-    if choice.kv_cache_dtype != "fp8":
-        pytest.skip(f"vLLM ignores these scales without an FP8 cache: {choice.note}")
+    """vLLM ignores these scales without an FP8 cache."""
     root = tmp_path_factory.mktemp("modelopt")
     jobs = {family: (exported(root, family, family), None) for family in FAMILIES}
     llama = jobs["llama"][0]
@@ -70,6 +68,7 @@ def readbacks(tmp_path_factory):
     return dict(zip(jobs, zip(folders, load_scales(folders, expected=truths), strict=True), strict=True))
 
 
+@pytest.mark.fp8_cpu
 @pytest.mark.parametrize("name", [*FAMILIES, "float16"])
 def test_vllm_holds_k_and_v_after_rounding_to_the_models_type(readbacks, name):
     folder, readback = readbacks[name]
@@ -86,6 +85,7 @@ def test_vllm_holds_k_and_v_after_rounding_to_the_models_type(readbacks, name):
     assert any("vLLM holds 1 for q" in note for note in readback.notes)
 
 
+@pytest.mark.fp8_cpu
 @pytest.mark.parametrize("name", [name for name, (_, _, count) in DEFECTS.items() if count])
 def test_each_defect_fails_and_names_its_layer(readbacks, name):
     _, reason, count = DEFECTS[name]
@@ -94,6 +94,7 @@ def test_each_defect_fails_and_names_its_layer(readbacks, name):
     assert [(row.layer, row.reason) for row in readback.failures] == [(LAYER, reason)] * count
 
 
+@pytest.mark.fp8_cpu
 def test_under_names_that_no_reader_maps_nothing_is_loaded(readbacks):
     """Why `export` refuses attention modules of other names."""
     _, readback = readbacks["names of another module"]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from calibrate.engines.conversation import conversation
-from calibrate.engines.host import choose_kv_dtype, uses_cuda, vllm_distribution
+from calibrate.engines.host import vllm_distribution
 from calibrate.engines.process import EngineRefused
 from calibrate.engines.session import Variant
 from calibrate.engines.vllm_engine import VllmEngine
@@ -43,12 +43,6 @@ def overlay(source: Path):
 def engine_on(source: Path, folder: Path, **options) -> VllmEngine:
     small = {"max_model_len": 200, "max_num_batched_tokens": 64, "max_num_seqs": 4, "kv_cache_memory_bytes": 64 << 20}
     return VllmEngine(SourceCheckpoint.open(source), folder=folder, overlay=overlay(source), **(small | options))
-
-
-def runs_fp8(source: Path) -> None:
-    choice = choose_kv_dtype(SourceCheckpoint.open(source).config, uses_cuda(vllm_distribution()))
-    if choice.kv_cache_dtype != "fp8":
-        pytest.skip(choice.note)
 
 
 def transformers_logprobs(source: Path, row: list[int]) -> torch.Tensor:
@@ -146,10 +140,10 @@ def test_sixteen_bit_scores_are_those_of_transformers_and_input_is_checked(tmp_p
 
 
 @pytest.mark.vllm
+@pytest.mark.fp8_cpu
 def test_fp8_with_fitting_scales_holds_where_scale_one_breaks(tmp_path):
     """A twin's K is 4,096 times larger at the same function: only scales that follow it serve it."""
     source = tiny_checkpoint(tmp_path / "model", seed=1)
-    runs_fp8(source)
     row = np.random.default_rng(1).integers(3, 256, 190).tolist()
     amax = _cached_amax(source, row)
     twin = _k_times(source, tmp_path / "twin", TWIN)
@@ -166,9 +160,9 @@ def test_fp8_with_fitting_scales_holds_where_scale_one_breaks(tmp_path):
 
 
 @pytest.mark.vllm
+@pytest.mark.fp8_cpu
 def test_scales_that_vllm_does_not_hold_end_the_session(tmp_path):
     source = tiny_checkpoint(tmp_path / "model")
-    runs_fp8(source)
 
     def unlisted(variant: Variant, folder: Path) -> Path:
         tensors = {f"{layer.module}.{kind}_scale": scale for layer in variant.scales.layers for kind, scale in layer.items()}

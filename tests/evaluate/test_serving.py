@@ -98,14 +98,10 @@ def _ascii_tokenizer(folder):
 
 
 @pytest.mark.vllm
+@pytest.mark.fp8_cpu
 def test_a_real_run_reports_twice_the_tokens(tmp_path):
-    from calibrate.engines.host import choose_kv_dtype, read_config, uses_cuda, vllm_distribution
-
     folder = tiny_checkpoint(tmp_path / "model", vocab_size=10_240)  # vLLM's latency benchmark draws token ids below 10,000
     _ascii_tokenizer(folder)
-    choice = choose_kv_dtype(read_config(folder), uses_cuda(vllm_distribution()))
-    if choice.kv_cache_dtype != "fp8":
-        pytest.skip(choice.note)
     load = ["--input-len", "32", "--output-len", "8", "--num-prompts", "4", "--batch-size", "2", "--iterations", "1"]
     done = CliRunner().invoke(main, ["bench", str(folder), *load, "--kv-cache-memory", "32MiB", "--eager", "--json"])
     assert done.exit_code == 0, done.stderr

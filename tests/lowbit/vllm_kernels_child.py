@@ -160,6 +160,7 @@ def main() -> None:
     flash_attn.flash_attn_varlen_func = turboquant_attn.flash_attn_varlen_func = None  # a build for CPUs has none to replace
     install_sdpa()
     turboquant_attn._HAS_FLASH_ATTN = True
+    turboquant_attn.is_flydsl_available = lambda: False  # it imports vLLM's library for AVX-512, which ends a process that holds the one for AVX2
     job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     cases = {name: per_token_head if name in PER_TOKEN_HEAD else turboquant for name, *_ in job["cases"]}
     found = [cases[name](name, dim, getattr(torch, dtype)) for name, dim, dtype in job["cases"]]

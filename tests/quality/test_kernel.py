@@ -9,9 +9,7 @@ import torch
 
 from benchmarks.quality.kernel import fitted
 from benchmarks.quality.scoring import Reference, beside, first, groups, rows_of
-from calibrate.engines.host import choose_kv_dtype, uses_cuda, vllm_distribution
 from calibrate.errors import CheckFailed, UsageError
-from calibrate.model import SourceCheckpoint
 from tests.engines.tiny import calibrated
 from tests.tiny import tiny_checkpoint
 
@@ -52,11 +50,9 @@ def test_fast_scores_are_those_of_vllm(sixteen_bit):
 
 
 @pytest.mark.vllm
+@pytest.mark.fp8_cpu
 def test_scales_and_weights_set_in_place_are_those_of_a_checkpoint_that_has_them(sixteen_bit, tmp_path):
     source, folder = sixteen_bit
-    choice = choose_kv_dtype(SourceCheckpoint.open(source).config, uses_cuda(vllm_distribution()))
-    if choice.kv_cache_dtype != "fp8":
-        pytest.skip(choice.note)
     reference = folder / "reference.npz"
     other = tiny_checkpoint(tmp_path / "other", seed=1)
     begun = calibrated(source, tmp_path / "begun", tensors_of("first"), "tensor")

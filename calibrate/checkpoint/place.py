@@ -39,12 +39,17 @@ def check_target(source: Path, output: Path, *, force: bool) -> None:
 def check_creatable(path: Path) -> None:
     """Raise UsageError where nothing can be made at `path`: a file stands in the way, or the folder above cannot be written."""
     try:
-        above = next(folder for folder in path.absolute().parents if folder.exists())
-        reason = "not a folder" if not above.is_dir() else "" if os.access(above, os.W_OK | os.X_OK) else "read-only, or another user's"
+        above, reason = place_above(path)
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror}") from error
     if reason:
         raise UsageError(f"cannot write {path}: {above} is {reason}")
+
+
+def place_above(path: Path) -> tuple[Path, str]:
+    """The nearest of the folders above `path` that exists, and what keeps anything from being made in it, "" where nothing does."""
+    above = next(folder for folder in path.absolute().parents if folder.exists())
+    return above, "not a folder" if not above.is_dir() else "" if os.access(above, os.W_OK | os.X_OK) else "read-only, or another user's"
 
 
 @contextmanager

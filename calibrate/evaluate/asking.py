@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from calibrate.artefact import sha256_bytes
 from calibrate.engines.session import Engine, EngineInfo, Session, Variant
 from calibrate.errors import UsageError
-from calibrate.evaluate.evidence import check_writable
+from calibrate.evaluate.evidence import check_evidence_place
 from calibrate.evaluate.journal import Journal
 from calibrate.evaluate.results import FOLDER
 from calibrate.progress import meter
@@ -82,7 +82,7 @@ def put_to_all(
     names = [variant.name for variant in variants]
     if not names or len(set(names)) < len(names):
         raise UsageError(f"variants must be some, each once: {', '.join(names) or 'none given'}")
-    check_writable(checkpoint)
+    check_evidence_place(checkpoint)
     answers, journals = [], []
     for variant in variants:
         with engine.session(variant) as session:

@@ -21,7 +21,7 @@ from calibrate.engines.session import Engine, EngineInfo, TokenScores, Variant
 from calibrate.engines.transformers_engine import TransformersEngine
 from calibrate.errors import UsageError
 from calibrate.evaluate.baselines import build_variants, checkpoint_scales, overlay
-from calibrate.evaluate.evidence import check_writable, subject_of
+from calibrate.evaluate.evidence import check_evidence_place, subject_of
 from calibrate.evaluate.fidelity import fidelity
 from calibrate.evaluate.heldout import attention_errors, held_out, observe_documents
 from calibrate.evaluate.results import FOLDER, CompareResult, Fidelity, HeldOut, save
@@ -94,7 +94,7 @@ def run_compare(checkpoint: Path, options: CompareOptions, extra: Mapping[str, P
     subject, calibrated = subject_of(checkpoint), checkpoint_scales(source)
     if options.engine == "vllm":
         _check_vllm(source)
-    check_writable(checkpoint)
+    check_evidence_place(checkpoint)
     corpus = scored_corpus(source, options, calibrated)
     local = TransformersEngine(
         source,

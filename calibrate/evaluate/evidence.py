@@ -1,12 +1,12 @@
 """Evidence about a checkpoint, kept inside it: which checkpoint a result is about, what verify found, and everything that was gathered."""
 
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from calibrate.artefact import sha256_file
+from calibrate.checkpoint import place_above
 from calibrate.engines.readback import Readback
 from calibrate.errors import UsageError
 from calibrate.evaluate.results import FOLDER, CompareResult, Data, NeedleResult, ReasoningResult, Subject, load, save
@@ -51,10 +51,10 @@ class Evidence:
         return next((name for name in names if name in self.results or name in self.faults), None)
 
 
-def check_writable(checkpoint: Path) -> None:
+def check_evidence_place(checkpoint: Path) -> None:
     """Raise UsageError where evidence could not be kept in the checkpoint: said before anything is computed."""
-    folder = next(each for each in (checkpoint / FOLDER, *(checkpoint / FOLDER).parents) if each.is_dir())
-    if not os.access(folder, os.W_OK | os.X_OK):
+    folder, reason = place_above(checkpoint / FOLDER / "evidence")
+    if reason:
         raise UsageError(f"{folder} cannot be written to, and evidence is kept there: copy the checkpoint, or make it writable")
 
 

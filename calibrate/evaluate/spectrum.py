@@ -12,7 +12,7 @@ from calibrate.engines.transformers_engine import TransformersEngine
 from calibrate.errors import UsageError
 from calibrate.evaluate.baselines import checkpoint_scales
 from calibrate.evaluate.compare import CompareOptions, held_out_corpus, score_all, score_plan, scored_corpus
-from calibrate.evaluate.evidence import check_writable, subject_of
+from calibrate.evaluate.evidence import check_evidence_place, subject_of
 from calibrate.evaluate.kvformats import served_name
 from calibrate.evaluate.mcnemar import McNemar, compare_cells
 from calibrate.evaluate.niah import NeedleGrid, build_grid, run_niah
@@ -137,7 +137,7 @@ def run_spectrum(checkpoint: Path, options: SpectrumOptions) -> SpectrumResult:
     options = _within(options, source.context_length)
     options.check(source.context_length)
     options = _askable(options, source)
-    check_writable(checkpoint)
+    check_evidence_place(checkpoint)
     subject, path = subject_of(checkpoint), evidence_path(checkpoint)
     corpus = scored_corpus(source, options.compare, checkpoint_scales(source))
     compare = options.compare

@@ -16,6 +16,7 @@ from calibrate.evaluate.ladder import decide
 from calibrate.evaluate.results import CompareResult, load
 from calibrate.pipeline import JobOptions, run
 from calibrate.scales import Scales
+from tests.conftest import missing_here
 from tests.tiny import tiny_checkpoint
 
 TINY = CompareOptions(samples=6, sequence_length=64, random_length=128, attention_rows=1, device="cpu")
@@ -170,14 +171,7 @@ def test_vllm_is_given_linked_checkpoints(result, checkpoint, monkeypatch):
 
 
 def test_a_host_without_fp8_kernels_says_so(checkpoint):
-    from calibrate.engines.host import choose_kv_dtype, uses_cuda, vllm_distribution
-    from calibrate.errors import HostError
-
-    try:
-        able = choose_kv_dtype(json.loads((checkpoint / "config.json").read_text()), uses_cuda(vllm_distribution())).kv_cache_dtype == "fp8"
-    except HostError:
-        able = False
-    if able:
+    if not missing_here()["fp8_cpu"]:
         pytest.skip("this host runs FP8 kernels")
     shown = CliRunner().invoke(main, ["compare", str(checkpoint), "--engine", "vllm"])
     assert shown.exit_code == 3, shown.output

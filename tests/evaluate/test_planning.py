@@ -9,7 +9,7 @@ from transformers import AutoConfig
 from calibrate.cli import main
 from calibrate.engines.session import Variant
 from calibrate.engines.vllm_engine import VllmEngine
-from calibrate.errors import HostError, UsageError
+from calibrate.errors import UsageError
 from calibrate.evaluate.kvformats import FORMATS, CachedLayer
 from calibrate.evaluate.planning import make_plan, model_memory, parse_size, sequence_bytes
 from calibrate.model import SourceCheckpoint
@@ -176,12 +176,6 @@ def test_unusable_configs(tmp_path):
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text"])
 def test_vllm_allocates_what_was_planned(family, tmp_path):
     """The 16-bit cache of a whole engine: its bytes over its tokens, and over the requests that it says it can hold."""
-    from calibrate.engines.host import vllm_distribution
-
-    try:
-        vllm_distribution()
-    except HostError as error:
-        pytest.skip(str(error))
     folder = tiny_checkpoint(tmp_path / "model", family, **({"sliding_window": 128} if family == "gemma3_text" else {}))
     engine = VllmEngine(
         SourceCheckpoint.open(folder),

@@ -1,6 +1,7 @@
 """The comparison of formats: its parts against independent paths, resuming, what does not fit, and the command."""
 
 import json
+import os
 import shutil
 from dataclasses import replace
 
@@ -16,7 +17,7 @@ from calibrate.collect import collect
 from calibrate.engines.session import Variant
 from calibrate.engines.transformers_engine import TransformersEngine
 from calibrate.errors import UsageError
-from calibrate.evaluate import evidence, spectrum
+from calibrate.evaluate import spectrum
 from calibrate.evaluate.baselines import checkpoint_scales
 from calibrate.evaluate.compare import CompareOptions, held_out_corpus
 from calibrate.evaluate.niah import NeedleGrid
@@ -166,7 +167,7 @@ def test_text_that_was_calibrated_on_is_refused(checkpoint, monkeypatch):
 
 
 def test_where_evidence_cannot_be_kept_is_said_first(checkpoint, monkeypatch):
-    monkeypatch.setattr(evidence.os, "access", lambda *_: False)
+    monkeypatch.setattr(os, "access", lambda *_: False)
     monkeypatch.setattr(spectrum, "TransformersEngine", None)  # nothing is loaded before
     with pytest.raises(UsageError, match="evidence cannot be written to"):
         run_spectrum(checkpoint, OPTIONS)
